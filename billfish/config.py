@@ -1,0 +1,105 @@
+"""What a model is and how it is served: frozen, validated, the same for every layer."""
+
+from dataclasses import dataclass, field
+
+from billfish.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder-only transformer, as its checkpoint states it.
+
+    `rope_scaling` divides the positions by a constant (linear scaling); per-frequency factors, where
+    a checkpoint has them, come as a tensor with the weights. `context_length` is in tokens.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: float = 1.0
+    rotary_dim: int
+    tie_embeddings: bool
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
+            "num_kv_heads", "head_dim", "context_length", "rotary_dim",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
+                f"({self.num_kv_heads})"
+            )
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            raise ConfigError(
+                f"rotary_dim ({self.rotary_dim}) must be even and at most head_dim "
+                f"({self.head_dim})"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache.
+
+    block_size: tokens a block holds. num_blocks: blocks in all, the null block not counted; None
+    takes what fits in memory_bytes.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_size <= 256:
+            raise ConfigError(f"block_size must be between 1 and 256, got {self.block_size}")
+        if self.num_blocks is not None and self.num_blocks < 1:
+            raise ConfigError(f"num_blocks must be at least 1, got {self.num_blocks}")
+        if self.memory_bytes < 1:
+            raise ConfigError(f"memory_bytes must be positive, got {self.memory_bytes}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """What one step may do and how much may wait.
+
+    max_num_batched_tokens: token budget of a step. max_num_seqs: most requests running at once.
+    max_model_len: longest sequence (prompt and output) in tokens; None takes the model's context.
+    max_waiting: most requests queued; one more is refused.
+    """
+
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    max_model_len: int | None = None
+    max_waiting: int = 100_000
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ConfigError(f"max_model_len must be at least 1, got {self.max_model_len}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All that `LLM` needs. `dtype` is that of activations and KV: float32, bfloat16 or float16."""
+
+    model: str
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ConfigError(f"dtype must be float32, bfloat16 or float16, got {self.dtype!r}")

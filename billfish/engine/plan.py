@@ -1,0 +1,75 @@
+"""What passes between the engine, which decides, and an executor, which computes. Plain data.
+
+A plan carries only what is new. The executor keeps, for each admitted request, its token ids and
+its block table, and appends to them: the tokens that it samples itself, and the block ids of each
+plan. So a plan of a decode step is small however long the sequences are, and a plan for step t + 1
+can be made before the tokens of step t are known.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from billfish.sampling_params import SamplingParams
+
+NULL_BLOCK = 0
+"""Block id that pads block tables. It is never given to a request and its content is never read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request that the executor does not know yet.
+
+    token_ids: the prompt and, where the request was preempted, the tokens generated before.
+    num_prompt_tokens: how many of token_ids are the prompt.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The share of one request in a step: compute tokens [start, start + num_tokens).
+
+    new_block_ids are appended to the request's block table first, so that it covers
+    start + num_tokens tokens. `samples` says that these are the last tokens known, so the next one
+    is to be chosen and appended.
+    """
+
+    request_id: str
+    start: int
+    num_tokens: int
+    new_block_ids: tuple[int, ...]
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. The executor handles its parts in the order of the fields.
+
+    released: requests to forget (finished, aborted or preempted).
+    admitted: requests to learn; an id may be in both, released first.
+    work: what to compute, each request at most once.
+    """
+
+    step: int
+    released: tuple[str, ...] = ()
+    admitted: tuple[Admission, ...] = ()
+    work: tuple[Work, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The token chosen for each request whose work samples."""
+
+    step: int
+    token_ids: dict[str, int] = field(default_factory=dict)
+
+
+class Executor(Protocol):
+    """Computes plans. Implemented by `billfish.worker.ModelRunner`, and by fakes in tests."""
+
+    def execute(self, plan: StepPlan) -> StepResult: ...

@@ -1,0 +1,40 @@
+"""Every error that Billfish raises on purpose. No imports, so that any layer may use it."""
+
+
+class BillfishError(Exception):
+    """Base of all errors that Billfish raises on purpose."""
+
+
+class CheckpointError(BillfishError, ValueError):
+    """A model file is damaged, hostile or of a kind that is not supported.
+
+    `file` names the file, `tensor` the tensor or metadata key where there is one.
+    """
+
+    def __init__(self, file: str, reason: str, *, tensor: str | None = None) -> None:
+        where = f"{file}: {tensor}" if tensor else str(file)
+        super().__init__(f"{where}: {reason}")
+        self.file = str(file)
+        self.tensor = tensor
+        self.reason = reason
+
+
+class InvalidRequestError(BillfishError, ValueError):
+    """A request, or one of its parameters, is wrong. Raised before any work starts."""
+
+    def __init__(self, parameter: str, reason: str) -> None:
+        super().__init__(f"{parameter}: {reason}")
+        self.parameter = parameter
+        self.reason = reason
+
+
+class CapacityError(BillfishError):
+    """What was asked for can never fit. The message says what was asked and what there is."""
+
+
+class KernelArgumentError(BillfishError, ValueError):
+    """A kernel was called with a wrong shape, dtype, device or value."""
+
+
+class ConfigError(BillfishError, ValueError):
+    """A setting is out of range or two settings contradict each other."""

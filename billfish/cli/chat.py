@@ -1,0 +1,80 @@
+"""`billfish chat`: a conversation in the terminal."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from billfish.checkpoint.locate import DEMO_MODEL
+from billfish.cli import common
+from billfish.errors import BillfishError
+from billfish.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from billfish.llm import LLM
+
+HELP = "/reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+
+
+def command(
+    model: common.Model = DEMO_MODEL,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    max_tokens: common.MaxTokens = 512,
+    temperature: common.Temperature = 0.2,
+    top_p: common.TopP = 0.9,
+    top_k: common.TopK = 0,
+    seed: common.Seed = None,
+    dtype: common.Dtype = "bfloat16",
+    kv_memory: common.KVMemory = 1.0,
+) -> None:
+    """Talk to a model. Ctrl-C stops the answer, not the program."""
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
+    )
+    llm = common.load(model, dtype, kv_memory)
+    console = Console()
+    console.print(HELP, style="dim")
+    opening = [{"role": "system", "content": system}] if system is not None else []
+    messages = list(opening)
+    while (text := _read(console)) is not None:
+        if text == "/exit":
+            return
+        if text == "/reset":
+            messages = list(opening)
+            continue
+        if not text:
+            continue
+        messages.append({"role": "user", "content": text})
+        try:
+            answer = _answer(llm, messages, params)
+        except BillfishError as error:
+            messages.pop()
+            console.print(f"error: {error}\n{HELP}", style="red", markup=False)
+            continue
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _read(console: Console) -> str | None:
+    """A line from the user, "" after Ctrl-C, None at the end of input."""
+    try:
+        return input("\n> ").strip()
+    except KeyboardInterrupt:
+        console.print(f"\n{HELP}", style="dim")
+        return ""
+    except EOFError:
+        return None
+
+
+def _answer(llm: "LLM", messages: list[dict[str, str]], params: SamplingParams) -> str:
+    text = ""
+    stream = llm.stream_chat([messages], params)
+    with common.catch_interrupt() as interrupt:
+        for _, output in stream:
+            typer.echo(output.delta, nl=False)
+            text = output.text
+            if interrupt.pressed:
+                typer.secho(" [stopped]", dim=True, nl=False)
+                break
+    stream.close()
+    typer.echo()
+    return text

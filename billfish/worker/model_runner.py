@@ -1,0 +1,44 @@
+"""Runs the engine's plans on a model: plan to tensors, model, logits, tokens."""
+
+import torch
+from torch import Tensor
+
+from billfish.engine.plan import StepPlan, StepResult
+from billfish.models.llama import LlamaForCausalLM
+from billfish.worker.input_batch import InputBatch
+from billfish.worker.sampler import sample
+
+
+class ModelRunner:
+    """The executor of one model on one device; see `billfish.engine.plan.Executor`.
+
+    kv_cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim].
+    """
+
+    def __init__(
+        self, model: LlamaForCausalLM, kv_cache: Tensor, *, max_num_seqs: int, max_model_len: int
+    ) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.batch = InputBatch(max_num_seqs, max_model_len, block_size=kv_cache.shape[3])
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.batch.apply(plan)
+        if not plan.work:
+            return StepResult(plan.step)
+        inputs = self.batch.build(plan.work)
+        hidden = self.model(inputs.token_ids, inputs.positions, self.kv_cache, inputs.metadata)
+        if not inputs.sampled:
+            return StepResult(plan.step)
+        logits = self.model.logits(hidden[inputs.sample_index])
+        rows = [self.batch.rows[request_id] for request_id in inputs.sampled]
+        token_ids = sample(
+            logits,
+            [row.sampling for row in rows],
+            [row.seed for row in rows],
+            [row.num_tokens for row in rows],
+        )
+        for request_id, token_id in zip(inputs.sampled, token_ids, strict=True):
+            self.batch.append(request_id, token_id)
+        return StepResult(plan.step, dict(zip(inputs.sampled, token_ids, strict=True)))

@@ -1,0 +1,73 @@
+"""Chooses the next token of each request from its logits."""
+
+import torch
+from torch import Tensor
+
+from billfish.sampling_params import SamplingParams
+
+_MASK = 2**64 - 1
+
+
+def sample(
+    logits: Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]
+) -> list[int]:
+    """Token ids [S] for float32 logits [S, vocab_size].
+
+    Greedy requests take the largest logit (the lowest id of equals). The others draw one number
+    from their seed and the position of the new token alone, so that neither batch-mates nor
+    preemption change what they get, and invert the distribution function at that number.
+    """
+    chosen = logits.argmax(dim=-1)
+    drawn = [i for i, p in enumerate(params) if not p.greedy]
+    if drawn:
+        numbers = [uniform(seeds[i], positions[i]) for i in drawn]
+        chosen[drawn] = _draw(logits[drawn], [params[i] for i in drawn], numbers)
+    return chosen.tolist()
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1), the same for the same seed and position on every machine.
+
+    The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) over a counter, applied twice
+    so that neighbouring seeds and positions have nothing in common.
+    """
+    state = _mix((seed & _MASK) + 0x9E3779B97F4A7C15)
+    return (_mix(state + position * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
+
+
+def _mix(z: int) -> int:
+    z &= _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def _draw(logits: Tensor, params: list[SamplingParams], numbers: list[float]) -> Tensor:
+    # Shifted before the division: a tiny temperature must not make inf - inf of it.
+    shifted = logits - logits.amax(dim=-1, keepdim=True)
+    temperature = torch.tensor([[p.temperature] for p in params], dtype=torch.float64)
+    probs = (shifted.double() / temperature).softmax(dim=-1)
+    # Only requests that cut the tail pay for the sort.
+    cut = [i for i, p in enumerate(params) if p.top_p < 1.0 or p.top_k > 0]
+    if cut:
+        probs[cut] = _cut_tail(probs[cut], [params[i] for i in cut])
+    cumulative = probs.cumsum(dim=-1)
+    targets = torch.tensor(numbers, dtype=torch.float64)[:, None] * cumulative[:, -1:]
+    # `right`: a number equal to a step belongs to the next token, so none of probability 0 is hit.
+    return torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
+
+
+def _cut_tail(probs: Tensor, params: list[SamplingParams]) -> Tensor:
+    """probs [S, V] with all but the top-k, and of those all but the top-p, set to 0.
+
+    Top-p counts within what top-k leaves. The token that carries the sum past top_p is kept. Equal
+    probabilities are ordered by token id.
+    """
+    vocab_size = probs.shape[-1]
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    top_k = torch.tensor([[p.top_k or vocab_size] for p in params])
+    ordered = ordered.masked_fill(torch.arange(vocab_size) >= top_k, 0.0)
+    top_p = torch.tensor([[p.top_p] for p in params], dtype=torch.float64)
+    before = ordered.cumsum(dim=-1) - ordered
+    ordered = ordered.masked_fill(before >= top_p * ordered.sum(-1, keepdim=True), 0.0)
+    return torch.zeros_like(probs).scatter_(-1, order, ordered)

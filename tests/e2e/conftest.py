@@ -1,0 +1,56 @@
+"""The real model, loaded once a process, and its independent oracle."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from billfish import LLM
+from billfish.checkpoint.locate import DEMO_MODEL, locate
+from billfish.config import CacheConfig, SchedulerConfig
+from billfish.errors import CheckpointError
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    try:
+        return locate(DEMO_MODEL)
+    except CheckpointError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def llm(model_path: Path) -> LLM:
+    """float32, so that results can be compared to the last digits."""
+    return LLM(str(model_path), dtype="float32", cache=CacheConfig(num_blocks=2048), seed=0)
+
+
+@pytest.fixture(scope="session")
+def llm_bf16(model_path: Path) -> LLM:
+    return LLM(str(model_path), dtype="bfloat16", cache=CacheConfig(num_blocks=2048), seed=0)
+
+
+@pytest.fixture(scope="session")
+def make_llm(model_path: Path):
+    """Another engine over the float32 model, with other limits."""
+
+    def make(*, num_blocks: int = 2048, block_size: int = 16, **scheduler: int) -> LLM:
+        cache = CacheConfig(num_blocks=num_blocks, block_size=block_size)
+        return LLM(
+            str(model_path), dtype="float32", cache=cache, scheduler=SchedulerConfig(**scheduler)
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def oracle(model_path: Path):
+    """transformers' own reading of the same file, weights dequantized to float32."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path.parent, gguf_file=model_path.name, dtype=torch.float32
+    )
+    return model.eval()

@@ -1,0 +1,315 @@
+"""The step loop: schedule, execute, postprocess."""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+
+from billfish.config import SchedulerConfig
+from billfish.engine.block_pool import BlockPool
+from billfish.engine.detokenizer import Detokenizer
+from billfish.engine.outputs import EngineStats, FinishReason, RequestOutput, RequestRecord
+from billfish.engine.plan import Executor, StepPlan, StepResult
+from billfish.engine.request import Request
+from billfish.engine.scheduler import ScheduledStep, Scheduler
+from billfish.errors import BillfishError, CapacityError, ConfigError, InvalidRequestError
+from billfish.sampling_params import SamplingParams
+
+
+class ExecutorError(BillfishError):
+    """The executor broke its side of the contract: its result does not answer the plan."""
+
+
+class Engine:
+    """Serves many requests at once through one executor. Not thread-safe.
+
+        engine.add_request("a", prompt_token_ids, SamplingParams())
+        while engine.has_unfinished:
+            for output in engine.step():
+                ...
+
+    If a step fails (the executor raises, or its result does not answer the plan), `step` raises
+    that exception. All requests that were running have then ended with finish reason "error", since
+    what the executor knows of them is unknown, and their blocks are back; requests that wait still
+    do. The next `step` returns the outputs of the failed requests and computes nothing; those after
+    it go on, with a plan that releases everything the failed one spoke of.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Collection[int],
+        token_bytes: Callable[[int], bytes],
+        scheduler: SchedulerConfig,
+        seed: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """num_blocks: usable KV blocks, of block_size tokens each. max_model_len: longest sequence
+        in tokens; scheduler.max_model_len lowers it. token_bytes: the UTF-8 bytes of a token, b""
+        for control tokens. seed: of the seeds that requests without one get; None takes the
+        operating system's entropy. clock: seconds. ConfigError if a setting is out of range.
+        """
+        if vocab_size < 1 or max_model_len < 1:
+            raise ConfigError(
+                f"vocab_size and max_model_len must be at least 1, got {vocab_size} and "
+                f"{max_model_len}"
+            )
+        if not all(0 <= token_id < vocab_size for token_id in eos_token_ids):
+            raise ConfigError(
+                f"eos_token_ids must be in 0..{vocab_size - 1}, got {sorted(eos_token_ids)}"
+            )
+        self.max_model_len = min(max_model_len, scheduler.max_model_len or max_model_len)
+        self._executor = executor
+        self._pool = BlockPool(num_blocks, block_size)
+        self._scheduler = Scheduler(scheduler, self._pool)
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._token_bytes = token_bytes
+        self._random = random.Random(seed)
+        self._clock = clock
+        self._requests: dict[str, Request] = {}
+        self._undelivered: list[RequestOutput] = []
+        self._steps = 0
+        self._blocks_peak = 0
+        self._output_tokens = 0
+        self._slot_steps_allocated = 0
+        self._slot_steps_used = 0
+        self._finished: Counter[FinishReason] = Counter()
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything to do; after the last output, it tells the executor so."""
+        return bool(self._undelivered) or not self._scheduler.idle
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> None:
+        """Queue a request. Nothing has changed if it is refused.
+
+        max_tokens None generates for as long as max_model_len and the KV cache allow.
+        InvalidRequestError: an argument is wrong, or the id belongs to a request that has not
+        ended. CapacityError: it can never fit, or max_waiting requests wait already.
+        """
+        self._check_request_id(request_id)
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError("params", f"must be SamplingParams, got {params!r}")
+        self._check_token_range("stop_token_ids", params.stop_token_ids)
+        prompt, max_tokens = self._check_prompt(prompt_token_ids, params.max_tokens)
+        max_waiting = self._scheduler.config.max_waiting
+        if len(self._scheduler.waiting) >= max_waiting:
+            raise CapacityError(
+                f"{len(self._scheduler.waiting)} requests are waiting and max_waiting is "
+                f"{max_waiting}: try again later, or raise max_waiting"
+            )
+        stop_ids = frozenset(params.stop_token_ids)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            params=params,
+            seed=self._random.getrandbits(64) if params.seed is None else params.seed,
+            max_tokens=max_tokens,
+            stop_ids=stop_ids if params.ignore_eos else stop_ids | self._eos_token_ids,
+            detokenizer=Detokenizer(self._token_bytes, prompt, params.stop),
+            record=RequestRecord(arrival=self._clock(), num_prompt_tokens=len(prompt)),
+            num_tokens=len(prompt),
+        )
+        self._requests[request_id] = request
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now, whatever its state, and return its last output. No more will come.
+
+        None, and no harm, if there is no such request or its last output is out already.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return self._take_undelivered(request_id)
+        output = request.finish("abort")
+        self._close(request)
+        self._check_if_idle()
+        return output
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; the outputs of the requests that got a token. See the class on failure.
+
+        Empty while prompts are only partly computed, and when there is nothing to do.
+        """
+        if self._undelivered:
+            outputs, self._undelivered = self._undelivered, []
+            self._check_if_idle()
+            return outputs
+        scheduled = self._scheduler.schedule(self._clock())
+        if scheduled is None:
+            return []
+        outputs = []
+        try:
+            result = self._executor.execute(scheduled.plan)
+            self._check_result(scheduled.plan, result)
+            self._count_step()
+            self._postprocess(scheduled, result, outputs)
+        except BaseException:
+            self._fail(scheduled.plan, outputs)
+            raise
+        self._check_if_idle()
+        return outputs
+
+    def stats(self) -> EngineStats:
+        scheduler, pool = self._scheduler, self._pool
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            blocks_total=pool.num_blocks,
+            blocks_free=pool.num_free,
+            blocks_in_use=pool.in_use,
+            blocks_peak=self._blocks_peak,
+            kv_slots_allocated=pool.in_use * pool.block_size,
+            kv_slots_used=scheduler.slots_used(),
+            kv_slot_steps_allocated=self._slot_steps_allocated,
+            kv_slot_steps_used=self._slot_steps_used,
+            steps=self._steps,
+            prefill_tokens=scheduler.num_prefill_tokens,
+            output_tokens=self._output_tokens,
+            preemptions=scheduler.num_preemptions,
+            finished=dict(self._finished),
+        )
+
+    def _postprocess(
+        self, scheduled: ScheduledStep, result: StepResult, outputs: list[RequestOutput]
+    ) -> None:
+        """Give every request its token. Fills outputs as it goes, so that none is lost."""
+        now = self._clock()
+        for request in scheduled.sampling:
+            if request.finish_reason is not None:  # aborted while the step was computed
+                continue
+            if request.record.first_token is None:
+                request.record.first_token = now
+            output = request.append(result.token_ids[request.request_id])
+            outputs.append(output)
+            self._output_tokens += 1
+            if output.finish_reason is not None:
+                self._close(request)
+
+    def _close(self, request: Request) -> None:
+        """Take a finished request off the books."""
+        assert request.finish_reason is not None
+        del self._requests[request.request_id]
+        self._scheduler.remove(request)
+        request.record.finished = self._clock()
+        self._finished[request.finish_reason] += 1
+
+    def _fail(self, plan: StepPlan, outputs: list[RequestOutput]) -> None:
+        """A step failed: end all running requests, and keep the outputs for the next step."""
+        self._undelivered += outputs
+        for request in self._scheduler.fail_running(plan):
+            self._undelivered.append(request.finish("error"))
+            del self._requests[request.request_id]
+            request.record.finished = self._clock()
+            self._finished["error"] += 1
+
+    def _take_undelivered(self, request_id: str) -> RequestOutput | None:
+        last = None
+        for output in self._undelivered:
+            if output.request_id == request_id:
+                last = output
+        self._undelivered = [o for o in self._undelivered if o.request_id != request_id]
+        return last
+
+    def _count_step(self) -> None:
+        self._steps += 1
+        self._blocks_peak = max(self._blocks_peak, self._pool.in_use)
+        self._slot_steps_allocated += self._pool.in_use * self._pool.block_size
+        self._slot_steps_used += self._scheduler.slots_used()
+
+    def _check_if_idle(self) -> None:
+        if not self.has_unfinished:
+            self._scheduler.check()
+
+    def _check_result(self, plan: StepPlan, result: StepResult) -> None:
+        """ExecutorError unless there is one token of the vocabulary for each that was due."""
+        if not isinstance(result, StepResult) or result.step != plan.step:
+            raise ExecutorError(f"step {plan.step} was answered with {result!r}")
+        due = {work.request_id for work in plan.work if work.samples}
+        if result.token_ids.keys() != due:
+            missing = sorted(due - result.token_ids.keys())[:5]
+            unknown = sorted(result.token_ids.keys() - due)[:5]
+            raise ExecutorError(
+                f"step {plan.step}: no token for {missing}, tokens not asked for {unknown}"
+            )
+        for request_id, token_id in result.token_ids.items():
+            if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
+                raise ExecutorError(
+                    f"step {plan.step}: {token_id!r} for {request_id!r} is not a token id below "
+                    f"{self._vocab_size}"
+                )
+
+    def _check_request_id(self, request_id: str) -> None:
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidRequestError("request_id", f"must be a string, got {request_id!r}")
+        if request_id in self._requests or any(
+            request_id == output.request_id for output in self._undelivered
+        ):
+            raise InvalidRequestError("request_id", f"{request_id!r} is in use")
+
+    def _check_prompt(
+        self, prompt_token_ids: Sequence[int], max_tokens: int | None
+    ) -> tuple[tuple[int, ...], int]:
+        """The prompt as a tuple, and how many tokens it may generate."""
+        if not isinstance(prompt_token_ids, Sequence) or isinstance(
+            prompt_token_ids, str | bytes | bytearray | memoryview
+        ):
+            kind = type(prompt_token_ids).__name__
+            raise InvalidRequestError(
+                "prompt_token_ids", f"must be a list of token ids, got {kind}"
+            )
+        if not prompt_token_ids:
+            raise InvalidRequestError("prompt_token_ids", "must not be empty")
+        max_tokens = self._check_fits(len(prompt_token_ids), max_tokens)
+        prompt = tuple(prompt_token_ids)  # only now: its length is bounded
+        self._check_token_range("prompt_token_ids", prompt)
+        return prompt, max_tokens
+
+    def _check_token_range(self, parameter: str, token_ids: tuple[int, ...]) -> None:
+        if not token_ids:
+            return
+        if set(map(type, token_ids)) != {int}:
+            wrong = next(i for i, token_id in enumerate(token_ids) if type(token_id) is not int)
+            raise InvalidRequestError(
+                parameter, f"must hold only integers, got {token_ids[wrong]!r} at index {wrong}"
+            )
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self._vocab_size:
+                raise InvalidRequestError(
+                    parameter,
+                    f"token id {token_id} at index {token_ids.index(token_id)} is not in the "
+                    f"vocabulary, 0..{self._vocab_size - 1}",
+                )
+
+    def _check_fits(self, num_prompt: int, max_tokens: int | None) -> int:
+        """How many tokens may be generated. CapacityError if what is asked for can never fit."""
+        # The last token generated ends the request, so its KV is never written.
+        slots = self._pool.num_blocks * self._pool.block_size
+        longest = min(self.max_model_len, slots + 1)
+        total = num_prompt + (1 if max_tokens is None else max_tokens)
+        if total <= longest:
+            return longest - num_prompt if max_tokens is None else max_tokens
+        if longest == self.max_model_len:
+            limit = f"max_model_len is {longest} tokens"
+        else:
+            limit = (
+                f"the KV cache holds {slots} tokens ({self._pool.num_blocks} blocks of "
+                f"{self._pool.block_size})"
+            )
+        if num_prompt >= longest:
+            raise CapacityError(
+                f"the prompt has {num_prompt} tokens and needs room for at least one more, but "
+                f"{limit}: a prompt of at most {longest - 1} tokens fits"
+            )
+        raise CapacityError(
+            f"{num_prompt} prompt tokens + max_tokens {max_tokens} = {total} tokens, but {limit}: "
+            f"max_tokens of at most {longest - num_prompt} fits this prompt"
+        )

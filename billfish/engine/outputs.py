@@ -1,0 +1,156 @@
+"""What the engine gives back. Plain data, no behaviour beyond arithmetic."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""stop: an end-of-sequence token, a stop token or a stop string. length: max_tokens, or no room for
+more. abort: taken back by its owner. error: the step that was computing it failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMetrics:
+    """How one request went. Times are readings of the engine's clock, in seconds.
+
+    A time that has not come yet is None. peak_blocks: most KV blocks held at once. preemptions: how
+    often its blocks were taken away and its tokens computed again.
+    """
+
+    arrival: float
+    first_scheduled: float | None
+    first_token: float | None
+    finished: float | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    peak_blocks: int
+    preemptions: int
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds from arrival to the first step that computed some of it."""
+        return None if self.first_scheduled is None else self.first_scheduled - self.arrival
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token: seconds from arrival until it was there."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token: mean seconds per token after the first; None without a second.
+
+        Known when the request has finished.
+        """
+        if self.first_token is None or self.finished is None or self.num_output_tokens < 2:
+            return None
+        return (self.finished - self.first_token) / (self.num_output_tokens - 1)
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """What the engine writes down about one request as it goes. Its two lists only grow."""
+
+    arrival: float
+    num_prompt_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    text_pieces: list[str] = field(default_factory=list)
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    peak_blocks: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step brought one request.
+
+    Building one costs the new tokens, not all of them: `token_ids`, `text` and `metrics` are made
+    when they are read. The first two are those of this moment whenever they are read; `metrics` are
+    the latest known, and final once the request has finished.
+
+    new_token_ids: tokens of this step, the one that stopped the request included.
+    delta: text of this step. Never half a character, never part of a stop string. The deltas of a
+        request add up to exactly its text.
+    finish_reason: None while the request goes on.
+    stop_reason: the stop string or the token id that stopped it, where finish_reason is "stop".
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    new_token_ids: tuple[int, ...]
+    delta: str
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    num_output_tokens: int
+    _num_pieces: int = field(repr=False)
+    _record: RequestRecord = field(repr=False, compare=False)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens generated so far; the one that stopped the request is the last of them."""
+        return tuple(self._record.token_ids[: self.num_output_tokens])
+
+    @property
+    def text(self) -> str:
+        """All text so far, without the stop string or the text of the stop token."""
+        return "".join(self._record.text_pieces[: self._num_pieces])
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        record = self._record
+        return RequestMetrics(
+            arrival=record.arrival,
+            first_scheduled=record.first_scheduled,
+            first_token=record.first_token,
+            finished=record.finished,
+            num_prompt_tokens=record.num_prompt_tokens,
+            num_output_tokens=len(record.token_ids),
+            peak_blocks=record.peak_blocks,
+            preemptions=record.preemptions,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """The engine at one moment, and its totals since it started.
+
+    running, waiting: requests. blocks_*: KV blocks, the null block not counted; blocks_peak: most
+        in use in any step.
+    kv_slots_allocated, kv_slots_used: token places in the blocks in use, and those that hold a
+        token, now. kv_slot_steps_*: the same two, summed over all steps.
+    steps: plans that the executor completed.
+    prefill_tokens: prompt tokens computed, and tokens computed again after a preemption.
+    output_tokens: tokens generated. finished: requests by finish reason.
+    """
+
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_free: int
+    blocks_in_use: int
+    blocks_peak: int
+    kv_slots_allocated: int
+    kv_slots_used: int
+    kv_slot_steps_allocated: int
+    kv_slot_steps_used: int
+    steps: int
+    prefill_tokens: int
+    output_tokens: int
+    preemptions: int
+    finished: Mapping[FinishReason, int]
+
+    @property
+    def kv_waste(self) -> float:
+        """Share of the allocated KV slots that held no token, over all steps; 0 before the first.
+
+        The internal fragmentation of the PagedAttention paper (Kwon et al., SOSP 2023, section 4).
+        """
+        if not self.kv_slot_steps_allocated:
+            return 0.0
+        return 1.0 - self.kv_slot_steps_used / self.kv_slot_steps_allocated

@@ -1,0 +1,65 @@
+"""How an operation becomes `torch.ops.billfish.<name>`.
+
+`Library.define/impl` costs 2-3 us a call where the `custom_op` decorator costs about 10. The
+dispatcher picks the implementation by device; under `torch.compile` and in `FakeTensorMode` it
+takes the fake one.
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from billfish.errors import KernelArgumentError
+
+_torch_library: Any = torch.library  # untyped there
+
+_LIBRARY: Any = _torch_library.Library("billfish", "DEF")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Activation dtypes of every operation."""
+
+
+def register(
+    schema: str,
+    *,
+    fake: Callable[..., Any],
+    cpu: Callable[..., Any],
+    cuda: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """Define `billfish::<schema>` with one implementation a device; return the callable op."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, cpu, "CPU")
+    _LIBRARY.impl(name, cuda or _no_gpu_kernel(name), "CUDA")
+    _torch_library.register_fake(f"billfish::{name}", fake, lib=_LIBRARY)
+    op: Callable[..., Any] = getattr(torch.ops.billfish, name).default
+    return op
+
+
+def _no_gpu_kernel(name: str) -> Callable[..., NoReturn]:
+    def refuse(*args: object) -> NoReturn:
+        raise KernelArgumentError(f"billfish::{name} has no GPU kernel in this installation")
+
+    return refuse
+
+
+def bad_argument(name: str, got: object, expected: str) -> KernelArgumentError:
+    """The error for one wrong argument: its name, what was got, what is expected."""
+    return KernelArgumentError(f"{name}: got {got}, expected {expected}")
+
+
+def check_activation(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that is not floating point or not on a CPU or a CUDA device."""
+    if tensor.dtype not in DTYPES:
+        raise bad_argument(name, tensor.dtype, "float32, bfloat16 or float16")
+    if not (tensor.is_cpu or tensor.is_cuda):
+        raise bad_argument(f"{name}.device", tensor.device, "cpu or cuda")
+
+
+def check_like(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Refuse a tensor whose dtype or device is not that of another."""
+    if tensor.dtype != other.dtype:
+        raise bad_argument(name, tensor.dtype, f"the dtype of {other_name}, {other.dtype}")
+    if tensor.device != other.device:
+        raise bad_argument(name, tensor.device, f"the device of {other_name}, {other.device}")

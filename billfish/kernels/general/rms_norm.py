@@ -1,0 +1,75 @@
+"""Root-mean-square normalization (Zhang & Sennrich, 2019, arXiv:1910.07467), residual add fused."""
+
+from collections.abc import Callable
+from typing import overload
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from billfish.kernels._library import bad_argument, check_activation, check_like, register
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def _cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.dtype == torch.float32:
+        return functional.rms_norm(x, weight.shape, weight, eps).contiguous()
+    wide = x.float()
+    return functional.rms_norm(wide, weight.shape, weight.float(), eps).to(x.dtype)
+
+
+def _add_cpu(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = torch.add(x, residual, out=x.new_empty(x.shape))
+    return _cpu(total, weight, eps), total
+
+
+def _fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _add_fake(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+_rms_norm: Callable[..., Tensor] = register(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", fake=_fake, cpu=_cpu
+)
+_add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = register(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    fake=_add_fake,
+    cpu=_add_cpu,
+)
+
+
+@overload
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: None = None) -> Tensor: ...
+@overload
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+
+    x: [..., D] float32, bfloat16 or float16, any strides; weight: [D] of the same dtype; eps >= 0.
+    Computed in float32, rounded once. With residual [..., D], like x: returns (the norm of the sum,
+    the sum), where the sum x + residual is rounded to the dtype first and the norm is of the
+    rounded sum, so that it is exactly the norm of what the next layer adds to. Results are new,
+    contiguous tensors.
+
+    Raises KernelArgumentError: dtype, device or shape of an argument is wrong, eps is negative.
+    """
+    check_activation("x", x)
+    if weight.dim() != 1 or x.dim() == 0 or weight.shape[0] != x.shape[-1] or x.shape[-1] == 0:
+        raise bad_argument("weight", tuple(weight.shape), f"[D] for x {tuple(x.shape)}")
+    check_like("weight", weight, "x", x)
+    if not eps >= 0:
+        raise bad_argument("eps", eps, "a number that is not negative")
+    if residual is None:
+        return _rms_norm(x, weight, eps)
+    if residual.shape != x.shape:
+        raise bad_argument("residual", tuple(residual.shape), f"the shape of x, {tuple(x.shape)}")
+    check_like("residual", residual, "x", x)
+    return _add_rms_norm(x, residual, weight, eps)

@@ -1,0 +1,89 @@
+"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864), halves rotated as in GPT-NeoX."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from billfish.kernels._library import bad_argument, check_activation, check_like, register
+
+
+def rotary_embedding_reference(
+    query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+
+    def rotate(x: Tensor) -> Tensor:
+        half = cos.shape[-1]
+        first, second, rest = x.tensor_split((half, 2 * half), dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+    return rotate(query), rotate(key)
+
+
+def _cpu(query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    try:
+        rows = cos_sin.index_select(0, positions)
+    except IndexError as error:
+        got = f"{int(positions.min())} to {int(positions.max())}"
+        raise bad_argument("positions", got, f"0 to {cos_sin.shape[0] - 1}") from error
+    cos, sin = rows.unsqueeze(1).chunk(2, dim=-1)
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype)
+    wide = x[..., : 2 * half].float()
+    first, second = wide[..., :half], wide[..., half:]
+    out[..., :half] = torch.addcmul(first * cos, second, sin, value=-1)
+    out[..., half : 2 * half] = torch.addcmul(second * cos, first, sin)
+    out[..., 2 * half :] = x[..., 2 * half :]
+    return out
+
+
+def _fake(query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
+_rotary_embedding: Callable[..., tuple[Tensor, Tensor]] = register(
+    "rotary_embedding(Tensor query, Tensor key, Tensor positions, Tensor cos_sin) "
+    "-> (Tensor, Tensor)",
+    fake=_fake,
+    cpu=_cpu,
+)
+
+
+def rotary_embedding(
+    query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotate the first rotary_dim dimensions of every head by the angles of its token's position.
+
+    query: [T, H, D], key: [T, HKV, D], float32, bfloat16 or float16, any strides (views of a merged
+    QKV too). positions: int64 [T]. cos_sin: float32 [max_pos, rotary_dim], cosines in the first
+    half, sines in the second; rotary_dim even, at most D. Dimension i is paired with
+    i + rotary_dim / 2. Computed in float32, rounded once. Returns new, contiguous (query, key).
+
+    Raises KernelArgumentError: dtype, device or shape is wrong; on a CPU also a position outside
+    the table.
+    """
+    check_activation("query", query)
+    if query.dim() != 3:
+        raise bad_argument("query", tuple(query.shape), "[T, H, D]")
+    tokens, _, head_dim = query.shape
+    if key.dim() != 3 or key.shape[0] != tokens or key.shape[2] != head_dim:
+        raise bad_argument("key", tuple(key.shape), f"[{tokens}, HKV, {head_dim}]")
+    check_like("key", key, "query", query)
+    if positions.dtype != torch.int64 or positions.shape != (tokens,):
+        got = f"{positions.dtype} {tuple(positions.shape)}"
+        raise bad_argument("positions", got, f"int64 [{tokens}]")
+    if cos_sin.dtype != torch.float32 or cos_sin.dim() != 2:
+        got = f"{cos_sin.dtype} {tuple(cos_sin.shape)}"
+        raise bad_argument("cos_sin", got, "float32 [max_pos, rotary_dim]")
+    rotary_dim = cos_sin.shape[1]
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise bad_argument("cos_sin", tuple(cos_sin.shape), f"rotary_dim even, 2 to {head_dim}")
+    if positions.device != query.device or cos_sin.device != query.device:
+        got = f"{positions.device} and {cos_sin.device}"
+        raise bad_argument("positions and cos_sin", got, f"the device of query, {query.device}")
+    return _rotary_embedding(query, key, positions, cos_sin)

@@ -1,0 +1,220 @@
+"""INT4 weights, packed once for the device and the activation dtype that will multiply them."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from billfish.kernels._library import DTYPES, bad_argument
+from billfish.kernels.marlin import cpu, reference
+
+GROUP_SIZES = (16, 32, 64, 128, -1)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackedWeight:
+    """An INT4 matrix [n, k] in the form `layout` of one device. Made by `pack`.
+
+    group_size is -1 where one group spans the column. dtype is that of activations; scales and
+    offsets are stored in it. g_idx int32 [k] is the group of each column where act-order gives
+    one, perm int64 [k] the order in which the columns are stored where that is not 0..k-1.
+    zero_point ("symmetric", "integer" or "offset") says which of zeros and offsets `pack` was
+    given. The shapes of codes, scales, zeros and offsets belong to the layout.
+    """
+
+    n: int
+    k: int
+    group_size: int
+    dtype: torch.dtype
+    layout: str
+    zero_point: str
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    offsets: Tensor | None = None
+    g_idx: Tensor | None = None
+    perm: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self._tensors().values())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def to(self, device: torch.device | str) -> "PackedWeight":
+        """The same weight on `device`, packed anew if that kind of device has another layout."""
+        device = torch.device(device)
+        if device == self.device:
+            return self
+        if device.type == self.device.type:
+            moved: dict[str, Any] = {name: t.to(device) for name, t in self._tensors().items()}
+            return replace(self, **moved)
+        codes, scales, zeros, offsets = (None if t is None else t.to(device) for t in self.unpack())
+        assert codes is not None
+        assert scales is not None
+        return pack(
+            codes, scales, zeros=zeros, offsets=offsets,
+            g_idx=None if self.g_idx is None else self.g_idx.to(device),
+            group_size=self.group_size, dtype=self.dtype,
+        )  # fmt: skip
+
+    def unpack(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """(codes uint8 [n, k], scales [n, G], zeros uint8 [n, G] or None, offsets or None).
+
+        Codes and zeros are bit for bit those that were packed, columns in the original order;
+        scales are those given, rounded to dtype; offsets are as multiplied (see `pack`).
+        """
+        return cpu.unpack(self)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """W [n, k] in `dtype` (by default that of activations), computed in at least float32."""
+        dtype = dtype or self.dtype
+        compute = torch.float64 if dtype == torch.float64 else torch.float32
+        codes, scales, zeros, offsets = self.unpack()
+        weight = reference.dequantize(
+            codes, scales, zeros, offsets, self.g_idx, self.group_size, compute
+        )
+        return weight.to(dtype)
+
+
+def pack(
+    codes: Tensor,
+    scales: Tensor,
+    *,
+    zeros: Tensor | None = None,
+    offsets: Tensor | None = None,
+    g_idx: Tensor | None = None,
+    group_size: int,
+    dtype: torch.dtype,
+) -> PackedWeight:
+    """Pack an INT4 matrix for the device its codes are on.
+
+        W[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g])    zeros None: 8 (symmetric)
+        W[n, k] = scales[n, g] * codes[n, k] + offsets[n, g]    (GGUF minimum, HQQ -s*z)
+
+    with g = k // group_size, or g_idx[k] (act-order).
+
+    codes: uint8 [N, K], values 0..15. scales: floating point [N, G], G = ceil(K / group_size),
+    or with g_idx any G above its largest value. zeros: uint8 [N, G], values 0..15. offsets:
+    floating point [N, G]. g_idx: integers [K]. group_size: 16, 32, 64, 128, or -1 for the whole
+    column; the last group may be short. dtype: float32, bfloat16 or float16, of activations.
+
+    Scales are rounded to dtype: a relative error of at most 2^-9 in bfloat16, 2^-12 in float16
+    (values under 6.1e-5 lose more). On a CPU the zero point, of either kind, becomes a shift
+    W = scale * (code - 8) + shift, computed in float32 from the unrounded parameters and rounded
+    once to dtype, with the same relative error.
+
+    Raises KernelArgumentError: a wrong shape, dtype, device or value; a scale or an offset that
+    is not finite in dtype.
+    """
+    _check_pack(codes, scales, zeros, offsets, group_size, dtype)
+    n, k = codes.shape
+    groups = scales.shape[1]
+    if g_idx is not None:
+        _check_g_idx(g_idx, k, groups, codes.device)
+    elif groups != _num_groups(k, group_size):
+        raise bad_argument(
+            "scales", tuple(scales.shape), f"[N, ceil(K / group_size)] = [{n}, "
+            f"{_num_groups(k, group_size)}]"
+        )  # fmt: skip
+    g_idx, perm = _act_order(g_idx, k, group_size, groups)
+    if perm is not None:
+        codes = codes.index_select(1, perm)
+    zero_point = (
+        "offset" if offsets is not None else "integer" if zeros is not None else "symmetric"
+    )
+    layout = cpu.pack(
+        codes, scales, zeros, offsets,
+        group_size=group_size, dtype=dtype, by_column=g_idx is not None and perm is None,
+    )  # fmt: skip
+    return PackedWeight(
+        n=n, k=k, group_size=group_size, dtype=dtype, zero_point=zero_point, g_idx=g_idx, perm=perm,
+        **layout,
+    )  # fmt: skip
+
+
+def _num_groups(k: int, group_size: int) -> int:
+    return 1 if group_size == -1 else -(-k // group_size)
+
+
+def _act_order(
+    g_idx: Tensor | None, k: int, group_size: int, groups: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """(g_idx, perm): the order that makes groups contiguous, None if it is 0..k-1.
+
+    perm stays None where the groups are not of equal size, as in a slice of an act-order matrix:
+    then columns keep their order and are scaled one by one.
+    """
+    if g_idx is None:
+        return None, None
+    plain = reference.group_of_column(k, group_size, None, g_idx.device)
+    if groups == _num_groups(k, group_size):
+        if torch.equal(g_idx.long(), plain):
+            return None, None
+        ordered, perm = g_idx.long().sort(stable=True)
+        if torch.equal(ordered, plain):
+            return g_idx.int(), perm
+    return g_idx.int(), None
+
+
+def _check_pack(
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    offsets: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype,
+) -> None:
+    if dtype not in DTYPES:
+        raise bad_argument("dtype", dtype, "float32, bfloat16 or float16")
+    if group_size not in GROUP_SIZES:
+        raise bad_argument("group_size", group_size, f"one of {GROUP_SIZES}")
+    if codes.dtype != torch.uint8 or codes.dim() != 2 or 0 in codes.shape:
+        raise bad_argument("codes", f"{codes.dtype} {tuple(codes.shape)}", "non-empty uint8 [N, K]")
+    if not (codes.is_cpu or codes.is_cuda):
+        raise bad_argument("codes.device", codes.device, "cpu or cuda")
+    if int(codes.max()) > 15:
+        raise bad_argument("codes", f"a code of {int(codes.max())}", "codes 0 to 15")
+    if scales.dim() != 2 or scales.shape[0] != codes.shape[0] or scales.shape[1] == 0:
+        raise bad_argument("scales", tuple(scales.shape), f"[{codes.shape[0]}, G]")
+    if zeros is not None and offsets is not None:
+        raise bad_argument("zeros and offsets", "both", "at most one of them")
+    for name, parameter in (("scales", scales), ("zeros", zeros), ("offsets", offsets)):
+        if parameter is None:
+            continue
+        if parameter.shape != scales.shape:
+            raise bad_argument(name, tuple(parameter.shape), f"{tuple(scales.shape)} as scales")
+        if parameter.device != codes.device:
+            raise bad_argument(name, parameter.device, f"the device of codes, {codes.device}")
+        if name != "zeros":
+            _check_finite(name, parameter, dtype)
+    if zeros is not None and (zeros.dtype != torch.uint8 or int(zeros.max()) > 15):
+        raise bad_argument("zeros", f"{zeros.dtype} up to {zeros.max().item()}", "uint8 0 to 15")
+
+
+def _check_finite(name: str, parameter: Tensor, dtype: torch.dtype) -> None:
+    if not parameter.is_floating_point():
+        raise bad_argument(name, parameter.dtype, "a floating-point dtype")
+    if not bool(parameter.to(dtype).isfinite().all()):
+        largest = parameter.abs().max().item()
+        raise bad_argument(
+            name, f"magnitudes up to {largest}", f"values that are finite in {dtype}"
+        )
+
+
+def _check_g_idx(g_idx: Tensor, k: int, groups: int, device: torch.device) -> None:
+    if g_idx.dtype not in (torch.int32, torch.int64) or g_idx.shape != (k,):
+        raise bad_argument("g_idx", f"{g_idx.dtype} {tuple(g_idx.shape)}", f"int32 or int64 [{k}]")
+    if g_idx.device != device:
+        raise bad_argument("g_idx", g_idx.device, f"the device of codes, {device}")
+    low, high = int(g_idx.min()), int(g_idx.max())
+    if low < 0 or high >= groups:
+        raise bad_argument("g_idx", f"groups {low} to {high}", f"groups 0 to {groups - 1}")

@@ -1,0 +1,225 @@
+"""Attention over a KV cache kept in blocks (Kwon et al., 2023, arXiv:2309.06180).
+
+One tensor holds the cache of all layers: kv_cache [num_layers, 2, num_blocks, block_size,
+num_kv_heads, head_dim]. A layer sees k_cache = kv_cache[l, 0] and v_cache = kv_cache[l, 1].
+
+    metadata = AttentionMetadata.build(block_table, seq_lens, query_lens, block_size)
+    write_kv(key, value, k_cache, v_cache, metadata.slot_mapping)
+    out = attend(query, k_cache, v_cache, metadata)
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from billfish.kernels._library import bad_argument, check_activation, check_like, register
+from billfish.kernels.paged_attention import cpu
+from billfish.kernels.paged_attention.metadata import AttentionMetadata
+
+__all__ = ["AttentionMetadata", "attend", "copy_blocks", "swap_blocks", "write_kv"]
+
+
+def _fake_attend(query: Tensor, *arguments: object) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def _fake_nothing(*arguments: object) -> None:
+    return None
+
+
+_write_kv = register(
+    "write_kv(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "Tensor slot_mapping) -> ()",
+    fake=_fake_nothing,
+    cpu=cpu.write_kv,
+)
+_attend: Callable[..., Tensor] = register(
+    "attend(Tensor query, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "
+    "Tensor query_start, SymInt max_query_len, SymInt max_seq_len, float scale, "
+    "int? sliding_window, float? soft_cap, Tensor? sinks) -> Tensor",
+    fake=_fake_attend,
+    cpu=cpu.attend,
+)
+_copy_blocks = register(
+    "copy_blocks(Tensor(a!) kv_cache, Tensor src, Tensor dst) -> ()",
+    fake=_fake_nothing,
+    cpu=cpu.copy_blocks,
+)
+_swap_blocks = register(
+    "swap_blocks(Tensor src_cache, Tensor(a!) dst_cache, Tensor src_blocks, Tensor dst_blocks) "
+    "-> ()",
+    fake=_fake_nothing,
+    cpu=cpu.swap_blocks,
+)
+
+
+def write_kv(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Write the keys and values of T tokens to their slots, in place.
+
+    key, value: [T, HKV, D], last dimension contiguous (views of a merged QKV too). k_cache,
+    v_cache: [num_blocks, block_size, HKV, D] of the same dtype, float32, bfloat16 or float16, last
+    dimension contiguous. slot_mapping: int64 [T], block * block_size + offset, each slot at most
+    once; a token with slot -1 is skipped.
+
+    Raises KernelArgumentError: dtype, device, shape or stride is wrong; on a CPU also a slot
+    outside the cache.
+    """
+    _check_caches(key, "key", k_cache, v_cache)
+    if value.shape != key.shape:
+        raise bad_argument("value", tuple(value.shape), f"the shape of key, {tuple(key.shape)}")
+    check_like("value", value, "key", key)
+    if key.dim() != 3 or key.shape[1:] != k_cache.shape[2:]:
+        raise bad_argument("key", tuple(key.shape), f"[T, *{tuple(k_cache.shape[2:])}]")
+    if key.stride(2) != 1 or value.stride(2) != 1:
+        raise bad_argument(
+            "key and value", f"strides {key.stride()}", "a contiguous last dimension"
+        )
+    _check_indices("slot_mapping", slot_mapping, torch.int64, key.shape[0], key.device)
+    _write_kv(key, value, k_cache, v_cache, slot_mapping)
+
+
+def attend(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of new tokens over the cached keys and values of their sequences.
+
+    query: [T, H, D], last dimension contiguous; the tokens of each request are the last ones of its
+    sequence, and their own keys are in the cache already. H is a multiple of HKV (grouped queries).
+    k_cache, v_cache: as for `write_kv`. scale: of the logits, by default 1 / sqrt(D).
+    sliding_window: key j is visible to query i where i - j < sliding_window, at least 1. soft_cap:
+    logits become soft_cap * tanh(logit / soft_cap), above 0. sinks: float32 or query's dtype [H],
+    one more logit a head in the denominator of the softmax. Softmax is in float32. A query that
+    sees no key gives 0. Returns a contiguous [T, H, D].
+
+    Raises KernelArgumentError: dtype, device, shape, stride or value is wrong; on a CPU also a
+    block id outside the cache where a query would read it.
+    """
+    _check_caches(query, "query", k_cache, v_cache)
+    heads, head_dim = query.shape[1:] if query.dim() == 3 else (0, 0)
+    kv_heads = k_cache.shape[2]
+    if head_dim != k_cache.shape[3] or heads == 0 or heads % kv_heads:
+        raise bad_argument(
+            "query", tuple(query.shape), f"[T, a multiple of {kv_heads}, {k_cache.shape[3]}]"
+        )
+    if query.stride(2) != 1:
+        raise bad_argument("query", f"strides {query.stride()}", "a contiguous last dimension")
+    _check_metadata(metadata, query)
+    if sliding_window is not None and sliding_window < 1:
+        raise bad_argument("sliding_window", sliding_window, "at least 1")
+    if soft_cap is not None and not soft_cap > 0:
+        raise bad_argument("soft_cap", soft_cap, "above 0")
+    if sinks is not None and (
+        sinks.shape != (heads,)
+        or sinks.dtype not in (torch.float32, query.dtype)
+        or sinks.device != query.device
+    ):
+        got = f"{sinks.dtype} {tuple(sinks.shape)} on {sinks.device}"
+        raise bad_argument("sinks", got, f"float32 or {query.dtype} [{heads}] on {query.device}")
+    return _attend(
+        query, k_cache, v_cache, metadata.block_table, metadata.seq_lens, metadata.query_start,
+        metadata.max_query_len, metadata.max_seq_len, head_dim**-0.5 if scale is None else scale,
+        sliding_window, soft_cap, sinks,
+    )  # fmt: skip
+
+
+def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    """Copy block src[i] to block dst[i], for keys and values of all layers at once, in place.
+
+    kv_cache: [num_layers, 2, num_blocks, block_size, HKV, D]. src, dst: int64 [P] on its device,
+    dst without repeats. All sources are read before any destination is written, so chains and
+    exchanges are well defined.
+
+    Raises KernelArgumentError: dtype, device or shape is wrong; on a CPU also a block id outside
+    the cache.
+    """
+    _check_kv_cache("kv_cache", kv_cache)
+    _check_indices("src", src, torch.int64, None, kv_cache.device)
+    _check_indices("dst", dst, torch.int64, src.shape[0], kv_cache.device)
+    _copy_blocks(kv_cache, src, dst)
+
+
+def swap_blocks(
+    src_cache: Tensor, dst_cache: Tensor, src_blocks: Tensor, dst_blocks: Tensor
+) -> None:
+    """Copy blocks of all layers from one cache to another, as from a GPU to pinned host memory.
+
+    src_cache, dst_cache: [num_layers, 2, num_blocks, block_size, HKV, D], different tensors whose
+    num_blocks and device may differ. src_blocks, dst_blocks: int64 [P] on the CPU, dst_blocks
+    without repeats.
+
+    Raises KernelArgumentError: dtype, device or shape is wrong, or a block id is outside a cache.
+    """
+    _check_kv_cache("src_cache", src_cache)
+    _check_kv_cache("dst_cache", dst_cache)
+    if src_cache.dtype != dst_cache.dtype:
+        raise bad_argument("dst_cache", dst_cache.dtype, f"that of src_cache, {src_cache.dtype}")
+    source, target = list(src_cache.shape), list(dst_cache.shape)
+    if source[:2] + source[3:] != target[:2] + target[3:]:
+        raise bad_argument("dst_cache", target, f"{source} but for the number of blocks")
+    cpu_device = torch.device("cpu")
+    _check_indices("src_blocks", src_blocks, torch.int64, None, cpu_device)
+    _check_indices("dst_blocks", dst_blocks, torch.int64, src_blocks.shape[0], cpu_device)
+    _swap_blocks(src_cache, dst_cache, src_blocks, dst_blocks)
+
+
+def _check_caches(new: Tensor, name: str, k_cache: Tensor, v_cache: Tensor) -> None:
+    check_activation(name, new)
+    if k_cache.dim() != 4 or 0 in k_cache.shape:
+        expected = "non-empty [num_blocks, block_size, HKV, D]"
+        raise bad_argument("k_cache", tuple(k_cache.shape), expected)
+    if v_cache.shape != k_cache.shape:
+        expected = f"the shape of k_cache, {tuple(k_cache.shape)}"
+        raise bad_argument("v_cache", tuple(v_cache.shape), expected)
+    check_like("k_cache", k_cache, name, new)
+    check_like("v_cache", v_cache, name, new)
+    if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
+        raise bad_argument(
+            "k_cache and v_cache", f"strides {k_cache.stride()} and {v_cache.stride()}",
+            "a contiguous last dimension",
+        )  # fmt: skip
+
+
+def _check_kv_cache(name: str, cache: Tensor) -> None:
+    check_activation(name, cache)
+    if cache.dim() != 6 or cache.shape[1] != 2:
+        expected = "[num_layers, 2, num_blocks, block_size, HKV, D]"
+        raise bad_argument(name, tuple(cache.shape), expected)
+
+
+def _check_indices(
+    name: str, indices: Tensor, dtype: torch.dtype, length: int | None, device: torch.device
+) -> None:
+    if (
+        indices.dtype != dtype
+        or indices.dim() != 1
+        or (length is not None and indices.shape[0] != length)
+        or indices.device != device
+    ):
+        got = f"{indices.dtype} {tuple(indices.shape)} on {indices.device}"
+        raise bad_argument(name, got, f"{dtype} [{'P' if length is None else length}] on {device}")
+
+
+def _check_metadata(metadata: AttentionMetadata, query: Tensor) -> None:
+    table, requests = metadata.block_table, metadata.seq_lens.shape[0]
+    if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] != requests:
+        got = f"{table.dtype} {tuple(table.shape)}"
+        raise bad_argument("metadata.block_table", got, f"int32 [{requests}, max_blocks]")
+    device = query.device
+    if table.device != device:
+        raise bad_argument("metadata.block_table", table.device, f"the device of query, {device}")
+    _check_indices("metadata.seq_lens", metadata.seq_lens, torch.int32, requests, device)
+    _check_indices("metadata.query_start", metadata.query_start, torch.int32, requests + 1, device)
+    if metadata.slot_mapping.shape[0] != query.shape[0]:
+        expected = f"{metadata.slot_mapping.shape[0]} tokens, as the metadata"
+        raise bad_argument("query", tuple(query.shape), expected)

@@ -41,12 +41,13 @@ class BlockPool:
         """How many blocks hold num_tokens tokens."""
         return -(-num_tokens // self.block_size)
 
-    def allocate(self, count: int) -> list[int] | None:
-        """Take count blocks, each with one reference; None, and no change, if fewer are free."""
-        if count < 0:
-            raise ValueError(f"cannot allocate {count} blocks")
-        if count > len(self._free):
-            return None
+    def allocate(self, count: int) -> list[int]:
+        """Take count blocks, each with one reference.
+
+        InvariantError, and no change, if fewer are free: callers look at num_free first.
+        """
+        if not 0 <= count <= len(self._free):
+            raise InvariantError(f"{count} blocks are wanted and {len(self._free)} are free")
         block_ids = [self._free.popleft() for _ in range(count)]
         for block_id in block_ids:
             self._ref_counts[block_id] = 1

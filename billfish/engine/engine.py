@@ -130,7 +130,8 @@ class Engine:
         if request is None:
             return self._take_undelivered(request_id)
         output = request.finish("abort")
-        self._close(request)
+        self._scheduler.remove(request)
+        self._forget(request, "abort")
         self._check_if_idle()
         return output
 
@@ -192,24 +193,20 @@ class Engine:
             outputs.append(output)
             self._output_tokens += 1
             if output.finish_reason is not None:
-                self._close(request)
+                self._scheduler.remove(request)
+                self._forget(request, output.finish_reason)
 
-    def _close(self, request: Request) -> None:
-        """Take a finished request off the books."""
-        assert request.finish_reason is not None
+    def _forget(self, request: Request, reason: FinishReason) -> None:
         del self._requests[request.request_id]
-        self._scheduler.remove(request)
         request.record.finished = self._clock()
-        self._finished[request.finish_reason] += 1
+        self._finished[reason] += 1
 
     def _fail(self, plan: StepPlan, outputs: list[RequestOutput]) -> None:
         """A step failed: end all running requests, and keep the outputs for the next step."""
         self._undelivered += outputs
         for request in self._scheduler.fail_running(plan):
             self._undelivered.append(request.finish("error"))
-            del self._requests[request.request_id]
-            request.record.finished = self._clock()
-            self._finished["error"] += 1
+            self._forget(request, "error")
 
     def _take_undelivered(self, request_id: str) -> RequestOutput | None:
         last = None

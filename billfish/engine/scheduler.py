@@ -10,7 +10,7 @@ Three rules keep a full cache from thrashing:
   give way computes what the free blocks allow, perhaps nothing, and keeps its blocks: nobody needs
   them yet.
 - A request is admitted only if the free blocks hold all its known tokens, plus one more block's
-  worth of new tokens for it and for every running request (HORIZON). So for that many steps after
+  worth of new tokens for it and for every running request. So for that many steps after
   an admission nobody runs out of blocks, and nobody is preempted.
 - A preempted request counts as a waiting one, so it comes back by the same rule.
 
@@ -19,8 +19,8 @@ into the whole pool is refused at the door. So every step makes progress and eve
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from billfish.config import SchedulerConfig
 from billfish.engine.block_pool import BlockPool
@@ -148,8 +148,7 @@ class Scheduler:
 
     def _blocks_soon(self, request: Request) -> int:
         """Blocks it lacks for its known tokens and for as many new ones as a block holds."""
-        horizon = self.pool.block_size
-        tokens = min(request.num_tokens + horizon, request.max_kv_tokens)
+        tokens = min(request.num_tokens + self.pool.block_size, request.max_kv_tokens)
         return self.pool.blocks_for(tokens) - len(request.block_table)
 
     def _assign(self, request: Request, num_tokens: int, sampling: list[Request]) -> Work:
@@ -160,7 +159,6 @@ class Scheduler:
         count = self.pool.blocks_for(end) - len(request.block_table)
         if count:
             block_ids = self.pool.allocate(count)
-            assert block_ids is not None  # the callers made sure of it
             new_blocks = tuple(block_ids)
             request.block_table += block_ids
             request.record.peak_blocks = max(request.record.peak_blocks, len(request.block_table))
@@ -177,5 +175,5 @@ class Scheduler:
 
     def check(self) -> None:
         """InvariantError unless the pool agrees with the block tables of all requests."""
-        requests: Iterable[Request] = (*self.running, *self.waiting.values())
+        requests = chain(self.running, self.waiting.values())
         self.pool.check(request.block_table for request in requests)

@@ -8,7 +8,9 @@ num_kv_heads, head_dim]. A layer sees k_cache = kv_cache[l, 0] and v_cache = kv_
     out = attend(query, k_cache, v_cache, metadata)
 """
 
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,29 +30,49 @@ def _fake_nothing(*arguments: object) -> None:
     return None
 
 
+def _cpu_attend(*arguments: Any) -> Tensor:
+    *step, _plan, _planned_len = arguments
+    return cpu.attend(*step)
+
+
+def _on_gpu(name: str) -> Callable[..., Any]:
+    """The GPU implementation, imported at the first call: it needs triton."""
+
+    def run(*arguments: Any) -> Any:
+        gpu = importlib.import_module("billfish.kernels.paged_attention.gpu")
+        return getattr(gpu, name)(*arguments)
+
+    return run
+
+
 _write_kv = register(
     "write_kv(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor slot_mapping) -> ()",
     fake=_fake_nothing,
     cpu=cpu.write_kv,
+    cuda=_on_gpu("write_kv"),
 )
 _attend: Callable[..., Tensor] = register(
     "attend(Tensor query, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "
     "Tensor query_start, SymInt max_query_len, SymInt max_seq_len, float scale, "
-    "int? sliding_window, float? soft_cap, Tensor? sinks) -> Tensor",
+    "int? sliding_window, float? soft_cap, Tensor? sinks, Tensor(a!)[] plan, SymInt planned_len) "
+    "-> Tensor",
     fake=_fake_attend,
-    cpu=cpu.attend,
+    cpu=_cpu_attend,
+    cuda=_on_gpu("attend"),
 )
 _copy_blocks = register(
     "copy_blocks(Tensor(a!) kv_cache, Tensor src, Tensor dst) -> ()",
     fake=_fake_nothing,
     cpu=cpu.copy_blocks,
+    cuda=_on_gpu("copy_blocks"),
 )
 _swap_blocks = register(
     "swap_blocks(Tensor src_cache, Tensor(a!) dst_cache, Tensor src_blocks, Tensor dst_blocks) "
     "-> ()",
     fake=_fake_nothing,
     cpu=cpu.swap_blocks,
+    cuda=_on_gpu("swap_blocks"),
 )
 
 
@@ -102,6 +124,9 @@ def attend(
     one more logit a head in the denominator of the softmax. Softmax is in float32. A query that
     sees no key gives 0. Returns a contiguous [T, H, D].
 
+    On a GPU: float16 or bfloat16, D of 64, 80, 96, 112, 128, 192 or 256, blocks of at most 256
+    tokens, compute capability 8.0 or newer.
+
     Raises KernelArgumentError: dtype, device, shape, stride or value is wrong; on a CPU also a
     block id outside the cache where a query would read it.
     """
@@ -126,10 +151,12 @@ def attend(
     ):
         got = f"{sinks.dtype} {tuple(sinks.shape)} on {sinks.device}"
         raise bad_argument("sinks", got, f"float32 or {query.dtype} [{heads}] on {query.device}")
+    plan = next((p for p in metadata.plans if p.fits(query, k_cache, sliding_window)), None)
+    workspace, planned_len = (list(plan.workspace), plan.max_query_len) if plan else ([], 0)
     return _attend(
         query, k_cache, v_cache, metadata.block_table, metadata.seq_lens, metadata.query_start,
         metadata.max_query_len, metadata.max_seq_len, head_dim**-0.5 if scale is None else scale,
-        sliding_window, soft_cap, sinks,
+        sliding_window, soft_cap, sinks, workspace, planned_len,
     )  # fmt: skip
 
 

@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from billfish.kernels._library import bad_argument
+
+if TYPE_CHECKING:
+    from billfish.kernels.paged_attention.planner import DecodePlan
 
 PADDING_SLOT = -1
 
@@ -19,7 +23,8 @@ class AttentionMetadata:
     are never read. seq_lens: int32 [R], KV length in tokens, new ones included. query_start: int32
     [R + 1], where the new tokens of each request begin among T. slot_mapping: int64 [T], the slot
     (block * block_size + offset) of each new token, -1 where it has none. max_query_len,
-    max_seq_len: largest of the step, on the host.
+    max_seq_len: largest of the step, on the host. plans: how a GPU splits the decode work of this
+    step, see `DecodePlan.update`; a layer that none of them is for plans for itself.
     """
 
     block_table: Tensor
@@ -28,6 +33,7 @@ class AttentionMetadata:
     slot_mapping: Tensor
     max_query_len: int
     max_seq_len: int
+    plans: tuple["DecodePlan", ...] = ()
 
     @classmethod
     def build(

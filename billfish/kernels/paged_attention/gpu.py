@@ -1,0 +1,107 @@
+"""What runs on an NVIDIA GPU: checks what these kernels support, then picks one."""
+
+import torch
+from torch import Tensor
+
+from billfish.errors import KernelArgumentError
+from billfish.kernels._library import bad_argument
+from billfish.kernels.paged_attention import block_copy, cache_write, decode, prefill, swap
+from billfish.kernels.paged_attention.planner import DecodePlan, Scoring, Workspace
+
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+MAX_BLOCK_SIZE = 256
+MAX_DECODE_LEN = 16
+"""Steps whose requests all have at most this many new tokens need no prefill kernel."""
+
+
+def write_kv(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    _check(k_cache)
+    with torch.cuda.device(key.device):
+        cache_write.write(key, value, k_cache, v_cache, slot_mapping)
+
+
+def attend(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+    plan: list[Tensor],
+    planned_len: int,
+) -> Tensor:
+    """plan: the tensors of a workspace planned for requests of at most planned_len new tokens, or
+    empty to plan here, at the cost of a launch or two more.
+    """
+    _check(k_cache)
+    num_tokens, num_heads, head_dim = query.shape
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
+    if num_tokens == 0:
+        return out
+    num_requests = seq_lens.shape[0]
+    scoring = Scoring(scale, sliding_window, soft_cap, sinks)
+    step = (query, k_cache, v_cache, block_table, seq_lens, query_start, out, scoring)
+    decode_len = planned_len if plan else _decode_len(max_query_len, num_heads // k_cache.shape[2])
+    if max_query_len > decode_len and num_tokens == num_requests * max_query_len:
+        decode_len = 0  # all requests have as many new tokens: none is short
+    with torch.cuda.device(query.device):
+        if num_requests and decode_len:
+            if plan:
+                workspace = Workspace(*plan)
+            else:
+                own = DecodePlan.allocate(
+                    max_requests=num_requests, num_heads=num_heads,
+                    num_kv_heads=k_cache.shape[2], head_dim=head_dim, max_query_len=decode_len,
+                    sliding_window=sliding_window, device=query.device,
+                )  # fmt: skip
+                own.split(seq_lens, query_start)
+                workspace = own.workspace
+            decode.decode(*step, workspace, max_query_len=decode_len)
+        if max_query_len > decode_len or not num_requests:
+            prefill.prefill(*step, decoded_len=decode_len)
+    return out
+
+
+def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    with torch.cuda.device(kv_cache.device):
+        block_copy.copy(kv_cache, src, dst)
+
+
+def swap_blocks(
+    src_cache: Tensor, dst_cache: Tensor, src_blocks: Tensor, dst_blocks: Tensor
+) -> None:
+    for name, blocks, cache in (
+        ("src_blocks", src_blocks, src_cache), ("dst_blocks", dst_blocks, dst_cache)
+    ):  # fmt: skip
+        if blocks.numel() and not 0 <= int(blocks.min()) <= int(blocks.max()) < cache.shape[2]:
+            got = f"ids from {int(blocks.min())} to {int(blocks.max())}"
+            raise bad_argument(name, got, f"0 to {cache.shape[2] - 1}")
+    swap.swap(src_cache, dst_cache, src_blocks, dst_blocks)
+
+
+def _decode_len(max_query_len: int, group: int) -> int:
+    """Longest request for the decode kernel: all of them where all are short, else what fits in
+    its smallest tile.
+    """
+    return max_query_len if max_query_len <= MAX_DECODE_LEN else max(1, 16 // group)
+
+
+def _check(k_cache: Tensor) -> None:
+    _, block_size, _, head_dim = k_cache.shape
+    if k_cache.dtype not in (torch.float16, torch.bfloat16):
+        raise bad_argument("k_cache", k_cache.dtype, "float16 or bfloat16 on a GPU")
+    if head_dim not in HEAD_DIMS:
+        raise bad_argument("head_dim", head_dim, f"one of {HEAD_DIMS} on a GPU")
+    if block_size > MAX_BLOCK_SIZE:
+        raise bad_argument("block_size", block_size, f"at most {MAX_BLOCK_SIZE} on a GPU")
+    if torch.cuda.get_device_capability(k_cache.device) < (8, 0):
+        name = torch.cuda.get_device_name(k_cache.device)
+        raise KernelArgumentError(f"{name}: attention needs compute capability 8.0 or newer")

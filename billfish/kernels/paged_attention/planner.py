@@ -1,0 +1,249 @@
+"""Decode work split into equal parts on the device, once a step for all layers.
+
+The KV range of every short request (at most `max_query_len` new tokens) is cut into tiles of
+`kv_tile` tokens. Laid end to end, the tiles form one line, which is cut into `num_splits` parts of
+equal length; each part is the work of one program of the decode kernel for each KV head. A request
+that lies in several parts leaves partial results, which its last program to finish combines in the
+order of the parts: the result does not depend on which one that is.
+
+Nothing here waits for the device, and all sizes are fixed when the plan is allocated, so that a
+plan may be updated inside a captured CUDA graph.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from billfish.errors import KernelArgumentError
+from billfish.kernels.paged_attention.metadata import AttentionMetadata
+
+SEGMENT_CHARGE = 2
+"""What the start and end of a request cost a program, in tiles."""
+
+PROGRAMS_PER_SM = 2
+_SPLITS_AT_ONCE = 8
+_REQUESTS_AT_ONCE = 256
+
+
+@triton.jit
+def request_tiles(
+    seq_lens, query_start, r, num_requests, max_query_len, window, KV_TILE, HAS_WINDOW: tl.constexpr
+):
+    """Tiles of each request, 0 for those that are not decoded here, else at least 1."""
+    inside = r < num_requests
+    kv_len = tl.load(seq_lens + r, mask=inside, other=0)
+    start = tl.load(query_start + r, mask=inside, other=0)
+    query_len = tl.load(query_start + r + 1, mask=inside, other=0) - start
+    first = first_tile(kv_len, query_len, window, KV_TILE, HAS_WINDOW)
+    tiles = tl.maximum((kv_len + KV_TILE - 1) // KV_TILE - first, 1)
+    return tl.where((query_len > 0) & (query_len <= max_query_len), tiles, 0)
+
+
+@triton.jit
+def first_tile(kv_len, query_len, window, KV_TILE, HAS_WINDOW: tl.constexpr):
+    """The first tile that any query of a request sees."""
+    if HAS_WINDOW:
+        return tl.maximum(kv_len - query_len + 1 - window, 0) // KV_TILE
+    else:
+        return kv_len * 0
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_splits"])
+def _plan_kernel(
+    seq_lens, query_start, borders, parts, num_requests, max_query_len, window, num_splits,
+    KV_TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, CHARGE: tl.constexpr, WHOLE: tl.constexpr,
+    SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """borders[c] = (request, tile) where part c begins; parts[r] = (first, last) part of request r.
+
+    Every program repeats the prefix sums, which are short, rather than wait for another.
+    """
+    total = 0
+    active = 0
+    for start in range(0, num_requests, CHUNK):
+        r = start + tl.arange(0, CHUNK)
+        tiles = request_tiles(
+            seq_lens, query_start, r, num_requests, max_query_len, window, KV_TILE, HAS_WINDOW
+        )
+        total += tl.sum(tiles, 0)
+        active += tl.sum((tiles > 0).to(tl.int32), 0)
+    # A charge pays off only where programs handle several requests each.
+    charge = tl.where(active > num_splits, CHARGE, 0)
+    total = (total + active * charge).to(tl.int64)
+    # More parts than units would leave empty parts between full ones.
+    used = tl.minimum(total, num_splits)
+    split = tl.program_id(0) * SPLITS + tl.arange(0, SPLITS)
+    at = tl.minimum(split, used) * total // tl.maximum(used, 1)
+    request = tl.zeros([SPLITS], tl.int32)
+    before = tl.zeros([SPLITS], tl.int64)
+    done = total * 0
+    for start in range(0, num_requests, CHUNK):
+        r = start + tl.arange(0, CHUNK)
+        tiles = request_tiles(
+            seq_lens, query_start, r, num_requests, max_query_len, window, KV_TILE, HAS_WINDOW
+        )
+        cost = tl.where(tiles > 0, tiles + charge, 0).to(tl.int64)
+        ends = done + tl.cumsum(cost, 0)
+        passed = (ends[None, :] <= at[:, None]) & (r < num_requests)[None, :]
+        request += tl.sum(passed.to(tl.int32), 1)
+        before = tl.maximum(before, tl.max(tl.where(passed, ends[None, :], 0), 1))
+        done += tl.sum(cost, 0)
+        if tl.program_id(0) == 0:
+            # Part c begins at c * total // used, so the last part that begins at or before x is
+            # ((x + 1) * used - 1) // total.
+            whole = tl.maximum(total, 1)
+            first = ((ends - tiles + 1) * used - 1) // whole
+            last = (ends * used - 1) // whole
+            tl.store(parts + 2 * r, first.to(tl.int32), mask=r < num_requests)
+            tl.store(parts + 2 * r + 1, last.to(tl.int32), mask=r < num_requests)
+    tile = tl.maximum(at - before - charge, 0)
+    if WHOLE:
+        tile = tile * 0  # each request in the part that it lies in
+    tile = tl.where(request < num_requests, tile, 0)
+    tl.store(borders + 2 * split, request, mask=split <= num_splits)
+    tl.store(borders + 2 * split + 1, tile.to(tl.int32), mask=split <= num_splits)
+
+
+class Scoring(NamedTuple):
+    """What happens to the products of query and key: see `attend`."""
+
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+
+
+class Workspace(NamedTuple):
+    """Device memory of a plan: P parts, R requests, B blocks of ROWS packed query rows.
+
+    borders int32 [P + 1, 2]; parts int32 [R, 2]; acc float32 [P, HKV, B, 2, ROWS, padded head
+    dim]; sums float32 [P, HKV, B, 2, 2, ROWS]; arrivals int32 [R, HKV, B], 0 between launches.
+    """
+
+    borders: Tensor
+    parts: Tensor
+    acc: Tensor
+    sums: Tensor
+    arrivals: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class DecodePlan:
+    """How the decode work of a step is split; shared by all layers with these heads and window.
+
+    Requests with more than max_query_len new tokens are left to the prefill kernel. The workspace
+    serves one launch at a time: use one plan a stream.
+
+    batch_invariant: no request is split, so that its result does not depend, to the bit, on the
+    requests beside it; a long context then keeps few multiprocessors busy.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_query_len: int
+    sliding_window: int | None
+    batch_invariant: bool
+    workspace: Workspace
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        max_requests: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_query_len: int = 1,
+        sliding_window: int | None = None,
+        batch_invariant: bool = False,
+        num_programs: int | None = None,
+        device: torch.device | str = "cuda",
+    ) -> "DecodePlan":
+        """A plan for steps of at most max_requests requests; `nbytes` is all it will ever take.
+
+        num_programs: how many programs of the decode kernel run at once; by default
+        PROGRAMS_PER_SM for each multiprocessor.
+        """
+        if num_programs is None:
+            sms = torch.cuda.get_device_properties(device).multi_processor_count
+            num_programs = PROGRAMS_PER_SM * sms
+        padded_dim = triton.next_power_of_2(head_dim)
+        packed = max_query_len * (num_heads // num_kv_heads)
+        rows = min(max(triton.next_power_of_2(packed), 16), 64 if padded_dim <= 128 else 32)
+        row_blocks = triton.cdiv(packed, rows)
+        splits = _round_splits(max(1, num_programs // (num_kv_heads * row_blocks)))
+        slots = (splits, num_kv_heads, row_blocks, 2)
+        workspace = Workspace(
+            borders=torch.empty(splits + 1, 2, dtype=torch.int32, device=device),
+            parts=torch.empty(max_requests, 2, dtype=torch.int32, device=device),
+            acc=torch.empty(*slots, rows, padded_dim, dtype=torch.float32, device=device),
+            sums=torch.empty(*slots, 2, rows, dtype=torch.float32, device=device),
+            arrivals=torch.zeros(
+                max_requests, num_kv_heads, row_blocks, dtype=torch.int32, device=device
+            ),
+        )
+        return cls(
+            num_heads, num_kv_heads, head_dim, max_query_len, sliding_window, batch_invariant,
+            workspace,
+        )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the plan."""
+        return sum(tensor.nbytes for tensor in self.workspace)
+
+    def fits(self, query: Tensor, k_cache: Tensor, sliding_window: int | None) -> bool:
+        """Whether this plan is for a layer with such a query and cache."""
+        return (
+            query.shape[1:] == (self.num_heads, self.head_dim)
+            and k_cache.shape[2] == self.num_kv_heads
+            and query.device == self.workspace.borders.device
+            and sliding_window == self.sliding_window
+        )
+
+    def update(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """Plan a step, in one small launch; the metadata with this plan in place of its like.
+
+        Raises KernelArgumentError: more requests than the plan was allocated for.
+        """
+        self.split(metadata.seq_lens, metadata.query_start)
+        others = tuple(plan for plan in metadata.plans if not self._is_like(plan))
+        return replace(metadata, plans=(*others, self))
+
+    def _is_like(self, other: "DecodePlan") -> bool:
+        def key(plan: DecodePlan) -> tuple:
+            return (plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.sliding_window)
+
+        return key(self) == key(other)
+
+    def split(self, seq_lens: Tensor, query_start: Tensor) -> None:
+        """Fill `borders` and `parts` for a step's lengths."""
+        num_requests, limit = seq_lens.shape[0], self.workspace.parts.shape[0]
+        if num_requests > limit:
+            raise KernelArgumentError(
+                f"metadata: got {num_requests} requests, expected at most {limit}, the plan's"
+            )
+        num_splits = self.workspace.acc.shape[0]
+        _plan_kernel[(triton.cdiv(num_splits + 1, _SPLITS_AT_ONCE),)](
+            seq_lens, query_start, self.workspace.borders, self.workspace.parts, num_requests,
+            self.max_query_len, self.sliding_window or 0, num_splits,
+            KV_TILE=kv_tile(self.workspace), HAS_WINDOW=self.sliding_window is not None,
+            CHARGE=SEGMENT_CHARGE, WHOLE=self.batch_invariant,
+            SPLITS=_SPLITS_AT_ONCE, CHUNK=_REQUESTS_AT_ONCE,
+        )  # fmt: skip
+
+
+def kv_tile(workspace: Workspace) -> int:
+    """Keys a tile: 16 KB of K whatever the head dim, up to 64 keys."""
+    return 64 if workspace.acc.shape[-1] <= 128 else 32
+
+
+def _round_splits(splits: int) -> int:
+    """Down to a power of two where that idles under 7%: common batches then split evenly."""
+    power = 1 << (splits.bit_length() - 1)
+    return power if power >= 0.93 * splits else splits

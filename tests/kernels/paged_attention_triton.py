@@ -1,0 +1,253 @@
+"""The Triton kernels of paged attention, run in Triton's interpreter against float64.
+
+Run by test_paged_attention_triton.py in a process of its own: a process either interprets Triton
+kernels or compiles them. By hand: TRITON_INTERPRET=1 pytest tests/kernels/paged_attention_triton.py
+"""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from billfish.kernels.paged_attention import (
+    block_copy,
+    cache_write,
+    decode,
+    prefill,
+    reference,
+)
+from billfish.kernels.paged_attention.metadata import AttentionMetadata
+from billfish.kernels.paged_attention.planner import DecodePlan, Scoring
+
+HUGE = 2**30
+
+
+@dataclass
+class Case:
+    """A batch whose unused memory is poison: NaN and Inf in slots, -1 or huge ids in tables."""
+
+    query: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    metadata: AttentionMetadata
+
+    def expected(self, **options) -> torch.Tensor:
+        # The reference reads visible keys only, so poison cannot reach it.
+        return reference.attend(
+            self.query.double(), self.k_cache, self.v_cache, self.metadata, **options
+        )
+
+
+def make_case(
+    seq_lens, query_lens, *, heads=4, kv_heads=2, head_dim=64, block_size=16, dtype=torch.float16,
+    seed=0, scale=1.0, extra_tokens=0,
+):  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-n // block_size) for n in seq_lens]
+    num_blocks = sum(counts) + 3
+    ids = torch.randperm(num_blocks, generator=generator).tolist()
+    width = max(counts, default=0) + 2
+    table, shape = [], (num_blocks, block_size, kv_heads, head_dim)
+    k_cache, v_cache = torch.full(shape, math.nan), torch.full(shape, math.inf)
+    for row, (n, count) in enumerate(zip(seq_lens, counts, strict=True)):
+        used = [ids.pop() for _ in range(count)]
+        table.append(used + [-1 if row % 2 else HUGE] * (width - count))
+        slots = torch.arange(n)
+        blocks = torch.tensor(used, dtype=torch.int64)[slots // block_size]
+        for cache in (k_cache, v_cache):
+            values = torch.randn(n, kv_heads, head_dim, generator=generator) * scale
+            cache[blocks, slots % block_size] = values
+    query = torch.randn(sum(query_lens) + extra_tokens, heads, head_dim, generator=generator)
+    return Case(
+        (query * scale).to(dtype),
+        k_cache.to(dtype),
+        v_cache.to(dtype),
+        AttentionMetadata.build(table, seq_lens, query_lens, block_size),
+    )
+
+
+def run(case, *, programs=12, max_decode_len=None, **options):
+    """Both kernels as the GPU runs them: short requests decoded, the rest prefilled."""
+    heads, head_dim = case.query.shape[1:]
+    scoring = Scoring(**{"scale": head_dim**-0.5, **options})
+    metadata = case.metadata
+    decoded = metadata.max_query_len if max_decode_len is None else max_decode_len
+    out = torch.full_like(case.query, math.nan)
+    step = (
+        case.query, case.k_cache, case.v_cache, metadata.block_table, metadata.seq_lens,
+        metadata.query_start, out, scoring,
+    )  # fmt: skip
+    if decoded:
+        plan = DecodePlan.allocate(
+            max_requests=metadata.seq_lens.shape[0] + 1, num_heads=heads,
+            num_kv_heads=case.k_cache.shape[2], head_dim=head_dim, max_query_len=decoded,
+            sliding_window=scoring.sliding_window, num_programs=programs, device="cpu",
+        )  # fmt: skip
+        plan.split(metadata.seq_lens, metadata.query_start)
+        decode.decode(*step, plan.workspace, max_query_len=decoded)
+        assert not plan.workspace.arrivals.any()
+    if decoded < metadata.max_query_len:
+        prefill.prefill(*step, decoded_len=decoded)
+    return out
+
+
+def check(case, out, tolerance=2e-3, **options):
+    expected = case.expected(**options)
+    error = (out.double() - expected).abs()
+    assert (error <= tolerance * (1 + expected.abs())).all(), error.max()
+
+
+@pytest.mark.parametrize("programs", [2, 6, 14, 64])
+@pytest.mark.parametrize(
+    "seq_lens",
+    [[0], [1], [15, 16, 17], [63, 64, 65, 0, 127, 128, 129], [300, 2, 2, 2, 2, 2, 2, 2, 1]],
+)
+def test_decode(seq_lens, programs):
+    case = make_case(seq_lens, [1] * len(seq_lens))
+    check(case, run(case, programs=programs))
+
+
+@pytest.mark.parametrize("group", [1, 3, 5, 7, 8, 16, 64])
+def test_decode_any_group(group):
+    case = make_case([70, 3, 129], [1, 1, 1], heads=2 * group, kv_heads=2, head_dim=64)
+    check(case, run(case))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
+def test_head_dims(head_dim):
+    case = make_case([70, 33], [1, 2], head_dim=head_dim, heads=2)
+    check(case, run(case))
+    check(case, run(case, max_decode_len=0))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 100, 256])
+def test_block_sizes(block_size):
+    case = make_case([131, 40], [1, 3], block_size=block_size)
+    check(case, run(case))
+    check(case, run(case, max_decode_len=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("query_lens", [[2, 3, 4, 1], [4, 0, 2, 0]])
+def test_decode_few_tokens(dtype, query_lens):
+    case = make_case([65, 64, 17, 1], query_lens, dtype=dtype)
+    check(case, run(case), tolerance=2e-3 if dtype == torch.float16 else 1e-5)
+
+
+@pytest.mark.parametrize("max_decode_len", [0, 1, 2])
+def test_mixed_batch(max_decode_len):
+    seq_lens, query_lens = [150, 65, 40, 0, 64, 130], [80, 1, 2, 1, 64, 0]
+    case = make_case(seq_lens, query_lens, heads=6, extra_tokens=3)
+    out = run(case, max_decode_len=max_decode_len)
+    check(case, out)
+    assert not out[-3:].any()
+
+
+OPTIONS = [
+    {"sliding_window": 1},
+    {"sliding_window": 17},
+    {"sliding_window": 64},
+    {"sliding_window": 1000},
+    {"soft_cap": 0.05},
+    {"soft_cap": 30.0, "sliding_window": 40},
+    {"sinks": torch.tensor([0.3, -2.0, 9.0, -math.inf])},
+    {"sinks": torch.tensor([1.0, 0.0, 2.0, 3.0]), "sliding_window": 20, "scale": 0.7},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("max_decode_len", [0, 2])
+def test_options(options, max_decode_len):
+    case = make_case([131, 90, 2, 0], [1, 2, 2, 1])
+    check(case, run(case, max_decode_len=max_decode_len, **options), **options)
+
+
+@pytest.mark.parametrize("max_decode_len", [0, 1])
+def test_huge_logits(max_decode_len):
+    """Logits of +-1e4, where an unguarded exponential would overflow."""
+    case = make_case([100, 64], [1, 1], scale=60.0, dtype=torch.float32)
+    check(case, run(case, max_decode_len=max_decode_len), tolerance=1e-3)
+
+
+def test_same_bits_whatever_finishes_last():
+    case = make_case([300, 120], [1, 1])
+    first = run(case)
+    assert torch.equal(first, run(case))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("block_size", [1, 16, 48])
+def test_write(head_dim, block_size):
+    generator = torch.Generator().manual_seed(1)
+    qkv = torch.randn(9, 3 * 2, head_dim, generator=generator).half()
+    key, value = qkv[:, 2:4], qkv[:, 4:]
+    slots = torch.tensor([-1, 5, 40, 2, -1, 47, 0, 17, -1])
+    caches = [torch.full((48, block_size, 2, head_dim), math.nan).half() for _ in range(4)]
+    cache_write.write(key, value, caches[0], caches[1], slots)
+    reference.write_kv(key, value, caches[2], caches[3], slots)
+    assert torch.equal(caches[0].view(torch.int16), caches[2].view(torch.int16))
+    assert torch.equal(caches[1].view(torch.int16), caches[3].view(torch.int16))
+
+
+def rotated(x, positions, cos_sin, weight, eps):
+    """Norm, then NeoX half-split rotation, in float64."""
+    x = x.double()
+    if weight is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.double()
+    if cos_sin is None:
+        return x
+    half = cos_sin.shape[1] // 2
+    cos, sin = cos_sin[positions].double().unsqueeze(1).split(half, dim=-1)
+    low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 32, 80])
+@pytest.mark.parametrize("norm", [False, True])
+def test_rotate_and_write(rotary_dim, norm):
+    generator = torch.Generator().manual_seed(2)
+    head_dim, tokens = 80, 7
+    qkv = torch.randn(tokens, 8, head_dim, generator=generator).half()
+    query, key, value = qkv[:, :4], qkv[:, 4:6], qkv[:, 6:]
+    slots = torch.tensor([3, -1, 30, 31, 0, 7, -1])
+    positions = torch.tensor([5, 0, 3, 19, 2, 2, 8])
+    cos_sin = torch.rand(20, rotary_dim, generator=generator) if rotary_dim else None
+    weights = torch.rand(2, head_dim, generator=generator) if norm else (None, None)
+    caches = torch.full((2, 2, 16, 2, head_dim), math.nan).half()
+    out = cache_write.rotate_and_write(
+        query, key, value, caches[0], caches[1], slots, positions=positions, cos_sin=cos_sin,
+        q_norm=weights[0], k_norm=weights[1], eps=1e-5,
+    )  # fmt: skip
+    expected = rotated(query, positions, cos_sin, weights[0], 1e-5)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=1e-4)
+    new_key = rotated(key, positions, cos_sin, weights[1], 1e-5)
+    kept = slots >= 0
+    got = caches.flatten(1, 2)[:, slots[kept]]
+    torch.testing.assert_close(got[0].double(), new_key[kept], rtol=1e-3, atol=1e-4)
+    assert torch.equal(got[1], value[kept])
+    assert int(caches.isnan().sum()) == caches[:, 0].numel() * 2 - 2 * int(kept.sum()) * 160
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [([3], [3]), ([1, 2, 3], [2, 3, 4]), ([1, 2], [2, 1]), ([0, 0, 0], [5, 6, 7]), ([], [])],
+)
+def test_copy_reads_before_it_writes(src, dst):
+    cache = torch.randn(2, 2, 8, 3, 2, 24, generator=torch.Generator().manual_seed(3)).half()
+    src, dst = torch.tensor(src, dtype=torch.int64), torch.tensor(dst, dtype=torch.int64)
+    expected = cache.clone()
+    reference.copy_blocks(expected, src, dst)
+    block_copy.copy(cache, src, dst)
+    assert torch.equal(cache, expected)
+
+
+def test_copy_between_caches():
+    generator = torch.Generator().manual_seed(4)
+    source = torch.randn(2, 2, 8, 3, 2, 24, generator=generator).half()
+    target = torch.zeros(2, 2, 11, 3, 2, 24).half()
+    src, dst = torch.tensor([7, 0, 3, 1, 2]), torch.tensor([10, 1, 0, 5, 9])
+    words = block_copy.as_words(source), block_copy.as_words(target)
+    block_copy.launch_copy(*words, src, dst, 4)
+    assert torch.equal(target[:, :, dst], source[:, :, src])
+    assert int(target.any(dim=(-1)).any(-1).any(-1).sum()) == 2 * 2 * 5

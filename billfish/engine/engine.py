@@ -51,8 +51,9 @@ class Engine:
     ) -> None:
         """num_blocks: usable KV blocks, of block_size tokens each. max_model_len: longest sequence
         in tokens; scheduler.max_model_len lowers it. token_bytes: the UTF-8 bytes of a token, b""
-        for control tokens. seed: of the seeds that requests without one get; None takes the
-        operating system's entropy. clock: seconds. ConfigError if a setting is out of range.
+        for control tokens and for ids below vocab_size that are no token. seed: of the seeds that
+        requests without one get; None takes the operating system's entropy. clock: seconds.
+        ConfigError if a setting is out of range.
         """
         if vocab_size < 1 or max_model_len < 1:
             raise ConfigError(
@@ -107,6 +108,7 @@ class Engine:
                 f"{max_waiting}: try again later, or raise max_waiting"
             )
         stop_ids = frozenset(params.stop_token_ids)
+        detokenizer = Detokenizer(self._token_bytes, prompt, params.stop)
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt,
@@ -114,7 +116,7 @@ class Engine:
             seed=self._random.getrandbits(64) if params.seed is None else params.seed,
             max_tokens=max_tokens,
             stop_ids=stop_ids if params.ignore_eos else stop_ids | self._eos_token_ids,
-            detokenizer=Detokenizer(self._token_bytes, prompt, params.stop),
+            detokenizer=detokenizer,
             record=RequestRecord(arrival=self._clock(), num_prompt_tokens=len(prompt)),
             num_tokens=len(prompt),
         )
@@ -142,7 +144,6 @@ class Engine:
         """
         if self._undelivered:
             outputs, self._undelivered = self._undelivered, []
-            self._check_if_idle()
             return outputs
         scheduled = self._scheduler.schedule(self._clock())
         if scheduled is None:
@@ -232,8 +233,8 @@ class Engine:
             raise ExecutorError(f"step {plan.step} was answered with {result!r}")
         due = {work.request_id for work in plan.work if work.samples}
         if result.token_ids.keys() != due:
-            missing = sorted(due - result.token_ids.keys())[:5]
-            unknown = sorted(result.token_ids.keys() - due)[:5]
+            missing = sorted(due - result.token_ids.keys(), key=str)[:5]
+            unknown = sorted(result.token_ids.keys() - due, key=str)[:5]
             raise ExecutorError(
                 f"step {plan.step}: no token for {missing}, tokens not asked for {unknown}"
             )

@@ -9,9 +9,9 @@ Three rules keep a full cache from thrashing:
 - Only a younger request gives way to an older one. A request for which no younger one is left to
   give way computes what the free blocks allow, perhaps nothing, and keeps its blocks: nobody needs
   them yet.
-- A request is admitted only if the free blocks hold all its known tokens, plus one more block's
-  worth of new tokens for it and for every running request. So for that many steps after
-  an admission nobody runs out of blocks, and nobody is preempted.
+- A request is admitted only if the free blocks hold all known tokens and one block's worth of new
+  ones, both its own and those of every running request. So for that many steps after an admission
+  nobody runs out of blocks, and nobody is preempted.
 - A preempted request counts as a waiting one, so it comes back by the same rule.
 
 The oldest request is never preempted and its blocks always suffice, since a request that cannot fit
@@ -37,6 +37,8 @@ class ScheduledStep:
 
 
 class Scheduler:
+    """Spends each step's token budget on the requests, and the pool's blocks on their tokens."""
+
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
         self.config = config
         self.pool = pool

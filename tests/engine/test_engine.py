@@ -216,6 +216,15 @@ class TestRefusals:
 
         self.refuse(CapacityError, "a", Unread([1] * 1000), SHORT, "1000 tokens")
 
+    def test_a_vocabulary_with_a_hole_under_the_prompt(self) -> None:
+        engine, _ = make_engine()
+        state = engine._random.getstate()
+        engine._token_bytes = {}.__getitem__
+        with pytest.raises(KeyError):
+            engine.add_request("a", [1], SHORT)
+        assert not engine.has_unfinished
+        assert engine._random.getstate() == state
+
     def test_too_many_waiting(self) -> None:
         engine, _ = make_engine(max_waiting=2, max_num_seqs=1)
         params = SamplingParams(max_tokens=2, seed=0)
@@ -451,6 +460,7 @@ class TestFailure:
             (lambda plan, tokens: StepResult(1, tokens), "step 2 was answered with .*step=1"),
             (lambda plan, tokens: StepResult(2, {"a": 1}), r"no token for \['b'\]"),
             (lambda plan, tokens: StepResult(2, {**tokens, "c": 1}), r"not asked for \['c'\]"),
+            (lambda plan, tokens: StepResult(2, {**tokens, 7: 1, "c": 1}), r"asked for \[7, 'c'\]"),
             (lambda plan, tokens: StepResult(2, {**tokens, "b": VOCAB}), f"{VOCAB} for 'b'"),
             (lambda plan, tokens: StepResult(2, {**tokens, "b": -1}), "-1 for 'b'"),
             (lambda plan, tokens: StepResult(2, {**tokens, "b": True}), "True for 'b'"),

@@ -33,7 +33,8 @@ from billfish.errors import CheckpointError
 Value: TypeAlias = int | float | bool | str | list[Any] | np.ndarray
 
 _MAX_HEADER_BYTES = 1 << 28  # the largest real headers (vocabularies of 262,144) take 16 MiB
-_MAX_OBJECTS = 1 << 22  # keys, strings, nested arrays and tensors: each becomes a Python object
+_MAX_STRINGS = 1 << 21  # the largest real vocabularies have 800,000 tokens and merges
+_MAX_ENTRIES = 1 << 16  # keys, tensors and nested arrays; the largest real models have thousands
 _MAX_NAME_BYTES = (1 << 16) - 1  # the specification's limit for keys
 _MAX_DEPTH = 4  # arrays within arrays
 _MAX_DIMENSIONS = 4
@@ -212,7 +213,8 @@ class _Cursor:
         self.path = path
         self.position = 0
         self.end = min(len(buffer), _MAX_HEADER_BYTES)
-        self.objects = 0
+        self.num_strings = 0
+        self.num_entries = 0
 
     def fail(self, reason: str, what: str | None = None) -> NoReturn:
         raise CheckpointError(self.path, reason, tensor=what)
@@ -220,18 +222,19 @@ class _Cursor:
     def require(self, nbytes: int, what: str | None) -> None:
         left = self.end - self.position
         if nbytes > left:
-            bound = "file" if self.end == len(self.buffer) else f"{self.end} bytes of a header"
+            whole = self.end == len(self.buffer)
+            bound = "the file" if whole else f"the {self.end} bytes that a header may take"
             self.fail(
-                f"needs {nbytes} bytes at offset {self.position}, but the {bound} ends in {left}",
+                f"needs {nbytes} bytes at offset {self.position}, but {left} are left of {bound}",
                 what,
             )
 
     def claim(self, count: int, least_bytes: int, what: str | None) -> None:
-        """Check that `count` objects of at least `least_bytes` each can follow."""
+        """Check that `count` more entries, of at least `least_bytes` each, can follow."""
         self.require(count * least_bytes, what)
-        self.objects += count
-        if self.objects > _MAX_OBJECTS:
-            self.fail(f"the header holds more than {_MAX_OBJECTS} strings and entries", what)
+        self.num_entries += count
+        if self.num_entries > _MAX_ENTRIES:
+            self.fail(f"more than {_MAX_ENTRIES} keys, tensors and nested arrays", what)
 
     def numbers(self, format: str, what: str | None) -> tuple[Any, ...]:
         size = struct.calcsize(format)
@@ -252,7 +255,10 @@ class _Cursor:
 
     def strings(self, count: int, what: str) -> list[str]:
         """`count` strings in one tight loop: a vocabulary has hundreds of thousands."""
-        self.claim(count, _LEAST_STRING_BYTES, what)
+        self.require(count * _LEAST_STRING_BYTES, what)
+        self.num_strings += count
+        if self.num_strings > _MAX_STRINGS:
+            self.fail(f"more than {_MAX_STRINGS} strings", what)
         buffer, position, end = self.buffer, self.position, self.end
         unpack = struct.Struct("<Q").unpack_from
         result = []

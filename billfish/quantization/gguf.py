@@ -188,7 +188,9 @@ _SPLIT = {
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8).to(torch.float32) * _halves(blocks, 0)
+    values = blocks[:, 2:].view(torch.int8).to(torch.float32)
+    values *= _halves(blocks, 0)
+    return values
 
 
 def _q6_k(blocks: Tensor) -> Tensor:

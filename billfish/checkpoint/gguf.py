@@ -285,12 +285,12 @@ class _Cursor:
         format = _NUMBERS.get(type)
         if format is None:
             self.fail(f"unknown value type {type}", what)
-        (value,) = self.numbers("<" + format, what)
+        number: int | float = self.numbers("<" + format, what)[0]
         if type != _BOOL:
-            return value  # type: ignore[no-any-return]
-        if value > 1:
-            self.fail(f"a bool must be 0 or 1, but is {value}", what)
-        return bool(value)
+            return number
+        if number > 1:
+            self.fail(f"a bool must be 0 or 1, but is {number}", what)
+        return bool(number)
 
     def array(self, what: str, depth: int) -> Value:
         if depth > _MAX_DEPTH:

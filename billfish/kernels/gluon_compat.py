@@ -4,6 +4,8 @@ Gluon is experimental and renames things from release to release. Kernels take t
 from here; on a release outside `SUPPORTED` the portable Triton kernels run instead.
 """
 
+from typing import Any, dataclass_transform
+
 import triton
 
 SUPPORTED = ((3, 6), (3, 7))
@@ -18,7 +20,30 @@ def gluon_supported() -> bool:
 
 
 if gluon_supported():
+    from triton.experimental import gluon as _gluon
     from triton.experimental.gluon import language as _gl
+    from triton.language.core import _aggregate
 
     # A barrier among the threads of one warp-specialized partition (or of the block outside one).
     barrier = _gl.barrier if hasattr(_gl, "barrier") else _gl.thread_barrier
+
+    @dataclass_transform()
+    def aggregate(cls: Any) -> Any:
+        """Make `cls` a value of the kernel language whose fields are its annotations, in order.
+
+        Fields annotated `gl.constexpr` are compile-time constants, all others run-time values.
+        """
+        fields = tuple(cls.__annotations__)
+
+        def init(self, *values):
+            for field, value in zip(fields, values, strict=True):
+                setattr(self, field, value)
+
+        def set_field(self, field, value):
+            constant = cls.__annotations__[field] is _gl.constexpr
+            object.__setattr__(self, field, _gl.constexpr(value) if constant else value)
+
+        cls.__init__ = _gluon.constexpr_function(init)
+        made = _aggregate(cls)
+        made.__setattr__ = set_field
+        return made

@@ -41,7 +41,8 @@ class FakeDriver:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        # Triton caches compiled kernels by device number: one number for each target.
+        return self.target.arch
 
     def get_current_stream(self, _device: int | None = None) -> int:
         return 0
@@ -103,7 +104,9 @@ def machine_code(kernel: Any, arch: str = "sm_90a") -> MachineCode:
         cubin.write_bytes(kernel.asm["cubin"])
         sass = _run("nvdisasm", "-c", str(cubin))
         again = str(Path(folder, "again.cubin"))
-        report = _run("ptxas", "-v", f"--gpu-name={arch}", str(ptx), "-o", again)
+        # The triton package has a second assembler for the chips that its first does not know.
+        ptxas = "ptxas-blackwell" if arch.startswith("sm_1") else "ptxas"
+        report = _run(ptxas, "-v", f"--gpu-name={arch}", str(ptx), "-o", again)
     return MachineCode(sass, report)
 
 

@@ -1,0 +1,177 @@
+"""Who computes what in the Hopper kernel, and how shared tiles are put together.
+
+A tile is a block of W's rows times a block of tokens; it takes `steps` steps of 128 columns. While
+there is a full wave of tiles left, every block takes whole ones (`whole` tiles in all, dealt round
+robin). The steps of the remaining tiles are divided evenly: block p gets `share` of them, the first
+`extra` blocks one more. This is Stream-K (Osama et al., 2023, arXiv 2301.03598) with its
+data-parallel waves first.
+
+Blocks that share a tile each leave their fp32 sums in the workspace and count themselves in; the
+last to arrive adds all sums in the order of the steps and stores the tile. Nobody waits for
+anybody, and the result does not depend on who was last. The counter is zero again afterwards.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from billfish.kernels.gluon_compat import aggregate, barrier
+from billfish.kernels.marlin.hopper_layouts import output_layout
+
+
+@aggregate
+class Schedule:
+    """The tiles and steps of block `pid` of `blocks`."""
+
+    pid: gl.tensor
+    blocks: gl.tensor
+    steps: gl.tensor
+    tiles_n: gl.tensor
+    tiles_m: gl.tensor
+    whole: gl.tensor
+    share: gl.tensor
+    extra: gl.tensor
+    GROUP_M: gl.constexpr
+
+    @gluon.jit
+    def start(self, pid):
+        """The first step of block `pid`, counted over the tiles that are divided."""
+        return pid * self.share + gl.minimum(pid, self.extra)
+
+    @gluon.jit
+    def owner(self, step):
+        """The block that computes `step`, the inverse of `start`."""
+        longer = self.extra * (self.share + 1)
+        after = self.extra + (step - longer) // gl.maximum(self.share, 1)
+        return gl.where(step < longer, step // (self.share + 1), after)
+
+    @gluon.jit
+    def count(self):
+        """Steps of this block in all."""
+        tiles = gl.maximum(self.whole - self.pid + self.blocks - 1, 0) // self.blocks
+        return tiles * self.steps + self.start(self.pid + 1) - self.start(self.pid)
+
+    @gluon.jit
+    def _divided(self):
+        """Tile and step at which this block's part of the divided tiles begins."""
+        start = self.start(self.pid)
+        tile = start // self.steps
+        return self.whole + tile, start - tile * self.steps
+
+    @gluon.jit
+    def first(self):
+        tile, step = self._divided()
+        deals = self.pid < self.whole
+        return gl.where(deals, self.pid, tile), gl.where(deals, 0, step)
+
+    @gluon.jit
+    def next(self, tile, step):
+        """Tile and step after this one."""
+        step += 1
+        if step == self.steps:
+            step = 0
+            if tile >= self.whole:
+                tile += 1
+            else:
+                tile += self.blocks
+                if tile >= self.whole:
+                    tile, step = self._divided()
+        return tile, step
+
+    @gluon.jit
+    def place(self, tile):
+        """(block of tokens, block of rows) of a tile, in groups of GROUP_M token blocks."""
+        if self.GROUP_M == 0:  # one block of tokens in all
+            return tile * 0, tile
+        else:
+            width = self.GROUP_M * self.tiles_n
+            group = tile // width
+            inside = tile - group * width
+            high = gl.minimum(self.tiles_m - group * self.GROUP_M, self.GROUP_M)
+            block = inside // high
+            return group * self.GROUP_M + inside - block * high, block
+
+
+@aggregate
+class Output:
+    """Where results go: y [M, N], the workspace of partial sums and the counters of arrivals."""
+
+    y: gl.tensor
+    bias: gl.tensor
+    partial: gl.tensor
+    arrived: gl.tensor
+    M: gl.tensor
+    N: gl.tensor
+    ROWS: gl.constexpr
+    CONSUMERS: gl.constexpr
+    HAS_BIAS: gl.constexpr
+
+    @gluon.jit
+    def store(self, acc, tile_m, row0):
+        """Store fp32 sums [ROWS, TILE_M] of rows row0 onwards as y's dtype, bias added."""
+        ACC: gl.constexpr = acc.type.layout
+        TILE_M: gl.constexpr = acc.shape[1]
+        if self.HAS_BIAS:
+            n = row0 + gl.arange(0, self.ROWS, layout=gl.SliceLayout(1, ACC))
+            bias = gl.load(self.bias + n, mask=n < self.N, other=0.0)
+            acc += bias.to(gl.float32)[:, None]
+        LAYOUT: gl.constexpr = output_layout(self.ROWS)
+        y = gl.convert_layout(acc.to(self.y.dtype.element_ty), LAYOUT)
+        n = row0 + gl.arange(0, self.ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        m = gl.arange(0, TILE_M, layout=gl.SliceLayout(0, LAYOUT))
+        corner = self.y + (tile_m * TILE_M).to(gl.int64) * self.N
+        live = (tile_m * TILE_M + m < self.M)[None, :] & (n < self.N)[:, None]
+        gl.store(corner + (m * self.N)[None, :] + n[:, None], y, mask=live)
+
+
+@gluon.jit
+def finish_tile(acc, tile, c: gl.constexpr, work, out):
+    """Store consumer c's part of a tile, or leave it for the last of the blocks that share it."""
+    tile_m, block = work.place(tile)
+    row0 = (block * out.CONSUMERS + c) * out.ROWS
+    begin = (tile - work.whole) * work.steps
+    first = work.owner(begin)
+    last = work.owner(begin + work.steps - 1)
+    if (tile < work.whole) | (first == last):
+        out.store(acc, tile_m, row0)
+    else:
+        flat = _flatten(acc)
+        SIZE: gl.constexpr = flat.shape[0]
+        LAYOUT: gl.constexpr = flat.type.layout
+        at = c * SIZE + gl.arange(0, SIZE, layout=LAYOUT)
+        SLOT: gl.constexpr = out.CONSUMERS * SIZE
+        # A block has two slots: for the tile that its part begins in, and for the one it ends in.
+        slot = work.pid * 2 + (work.start(work.pid) < begin).to(gl.int32)
+        gl.store(out.partial + slot.to(gl.int64) * SLOT + at, flat)
+        barrier()
+        counter = out.arrived + (tile - work.whole) * out.CONSUMERS + c
+        arrived = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if arrived == last - first:
+            # Past the L1 cache, which does not see what other multiprocessors wrote.
+            slot = first * 2 + (work.start(first) < begin).to(gl.int32)
+            total = gl.load(out.partial + slot.to(gl.int64) * SLOT + at, cache_modifier=".cg")
+            others = out.partial + (first + 1).to(gl.int64) * (2 * SLOT) + at
+            for _ in range(last - first):
+                total += gl.load(others, cache_modifier=".cg")
+                others += 2 * SLOT
+            out.store(_unflatten(total, acc), tile_m, row0)
+            gl.store(counter, 0)
+
+
+@gluon.jit
+def _flatten(acc):
+    """Sums [rows, tokens] in the order in which threads hold them: 16 bytes a thread and access."""
+    rows: gl.constexpr = acc.shape[0]
+    tokens: gl.constexpr = acc.shape[1]
+    # Rows: 64-row block, warp, r3, r; tokens: block of 8, c, pair.
+    parts = acc.reshape([rows // 64, 4, 2, 8, tokens // 8, 4, 2])
+    return parts.permute([0, 4, 1, 3, 5, 2, 6]).reshape([rows * tokens])
+
+
+@gluon.jit
+def _unflatten(flat, like):
+    """The inverse of `_flatten`; `like` has the shape and layout that result."""
+    rows: gl.constexpr = like.shape[0]
+    tokens: gl.constexpr = like.shape[1]
+    parts = flat.reshape([rows // 64, tokens // 8, 4, 8, 4, 2, 2])
+    acc = parts.permute([0, 2, 5, 3, 1, 4, 6]).reshape([rows, tokens])
+    return gl.convert_layout(acc, like.type.layout, assert_trivial=True)

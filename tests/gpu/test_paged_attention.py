@@ -1,0 +1,503 @@
+"""Paged attention on a GPU, element by element against float64.
+
+All unused memory is poison: NaN and Inf in the slots past a sequence and in never-written blocks,
+-1 and huge ids past the used part of a block table, NaN in outputs and workspaces.
+"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from billfish.errors import KernelArgumentError
+from billfish.kernels.paged_attention import (
+    AttentionMetadata,
+    attend,
+    copy_blocks,
+    reference,
+    swap_blocks,
+    write_kv,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+HUGE = 2**30
+UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+@dataclasses.dataclass
+class Case:
+    query: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    metadata: AttentionMetadata
+
+
+def make_case(
+    seq_lens, query_lens, *, heads=8, kv_heads=2, head_dim=128, block_size=16,
+    dtype=torch.bfloat16, seed=0, logits=1.0, extra_tokens=0,
+):  # fmt: skip
+    """logits: standard deviation of the scaled scores."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    counts = [-(-n // block_size) for n in seq_lens]
+    num_blocks = sum(counts) + 3
+    ids = torch.randperm(num_blocks, generator=generator, device="cuda").tolist()
+    shape = (num_blocks, block_size, kv_heads, head_dim)
+    width = max(counts, default=0) + 2
+    table, used = [], []
+    for row, count in enumerate(counts):
+        mine = [ids.pop() for _ in range(count)]
+        used += mine
+        table.append(mine + [-1 if row % 2 else HUGE] * (width - count))
+    k_cache = torch.full(shape, math.nan, device="cuda", dtype=dtype)
+    v_cache = torch.full(shape, math.inf, device="cuda", dtype=dtype)
+    for cache, scale in ((k_cache, logits**0.5), (v_cache, 1.0)):
+        values = torch.randn(len(used), *shape[1:], generator=generator, device="cuda") * scale
+        cache[torch.tensor(used, device="cuda", dtype=torch.int64)] = values.to(dtype)
+    for row, n in enumerate(seq_lens):
+        if n % block_size:
+            k_cache[table[row][n // block_size], n % block_size :] = math.nan
+            v_cache[table[row][n // block_size], n % block_size :] = math.inf
+    tokens = sum(query_lens) + extra_tokens
+    query = torch.randn(tokens, heads, head_dim, generator=generator, device="cuda")
+    metadata = AttentionMetadata.build(table, seq_lens, query_lens, block_size, device="cuda")
+    if extra_tokens:
+        padding = torch.full((extra_tokens,), -1, device="cuda")
+        slots = torch.cat((metadata.slot_mapping, padding))
+        metadata = dataclasses.replace(metadata, slot_mapping=slots)
+    return Case((query * logits**0.5).to(dtype), k_cache, v_cache, metadata)
+
+
+def exact(case, scale=None, sliding_window=None, soft_cap=None, sinks=None):
+    """(output, its tolerance) in float64. The tolerance counts the rounding of the weights and of
+    the output to the dtype, and float32 arithmetic on the scores.
+    """
+    _, heads, head_dim = case.query.shape
+    block_size, kv_heads = case.k_cache.shape[1:3]
+    scale = head_dim**-0.5 if scale is None else scale
+    out = torch.zeros(case.query.shape, dtype=torch.float64, device="cuda")
+    bound = torch.zeros_like(out)
+    starts = case.metadata.query_start.tolist()
+    unit = UNIT_ROUNDOFF[case.query.dtype]
+    for r, n in enumerate(case.metadata.seq_lens.tolist()):
+        length = starts[r + 1] - starts[r]
+        if n == 0 or length == 0:
+            continue
+        key = torch.arange(n, device="cuda")
+        block = case.metadata.block_table[r, key // block_size].long()
+        k = case.k_cache[block, key % block_size].double()
+        v = case.v_cache[block, key % block_size].double()
+        for a in range(starts[r], starts[r + 1], 512):
+            b = min(a + 512, starts[r + 1])
+            q = case.query[a:b].double().view(b - a, kv_heads, heads // kv_heads, head_dim)
+            scores = torch.einsum("qhgd,nhd->hgqn", q, k) * scale
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            position = n - starts[r + 1] + torch.arange(a, b, device="cuda")
+            seen = key <= position[:, None]
+            if sliding_window is not None:
+                seen &= position[:, None] - key < sliding_window
+            scores = scores.masked_fill(~seen, -math.inf)
+            largest = scores.masked_fill(~seen, 0).abs().amax(-1)
+            extra = torch.full((*scores.shape[:-1], 1), -math.inf, device="cuda").double()
+            if sinks is not None:
+                extra[:] = sinks.double().view(kv_heads, -1, 1, 1)
+            weights = torch.cat((scores, extra), -1).softmax(-1).nan_to_num(0)[..., :-1]
+            out[a:b] = torch.einsum("hgqn,nhd->qhgd", weights, v).reshape(b - a, heads, head_dim)
+            size = torch.einsum("hgqn,nhd->qhgd", weights, v.abs())
+            relative = (2 * unit + 2.0**-20 * (1 + largest)).permute(2, 0, 1).unsqueeze(-1)
+            bound[a:b] = (size * relative).reshape(b - a, heads, head_dim)
+    return out, bound + unit * out.abs() + 1e-6
+
+
+def check(case, out=None, **options):
+    if out is None:
+        out = attend(case.query, case.k_cache, case.v_cache, case.metadata, **options)
+    expected, bound = exact(case, **options)
+    excess = (out.double() - expected).abs() - bound
+    assert out.isfinite().all()
+    assert (excess <= 0).all(), f"{int((excess > 0).sum())} elements, worst by {excess.max()}"
+
+
+def planned(case, **options):
+    """The case with a plan; its workspace full of NaN."""
+    from billfish.kernels.paged_attention.planner import DecodePlan
+
+    _, heads, head_dim = case.query.shape
+    options.setdefault("max_requests", case.metadata.seq_lens.shape[0])
+    plan = DecodePlan.allocate(
+        num_heads=heads, num_kv_heads=case.k_cache.shape[2], head_dim=head_dim, **options
+    )
+    plan.workspace.acc.fill_(math.nan)
+    plan.workspace.sums.fill_(math.nan)
+    return plan, dataclasses.replace(case, metadata=plan.update(case.metadata))
+
+
+EDGES = [0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 257, 1023, 1024, 1025, 4097]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "seq_lens",
+    [
+        *([n] for n in (0, 1, 64, 65, 2047, 2048, 2049)),
+        EDGES,
+        [33000, 1, 1, 1, 500, 0, 0, 64],
+        [5] * 300,
+        [1 + 37 * i % 1500 for i in range(1024)],
+        [8191, 3, 700],
+        [32768] + [512] * 63,
+    ],
+    ids=lambda lens: f"{len(lens)}x{max(lens)}",
+)
+def test_decode(seq_lens, dtype):
+    check(make_case(seq_lens, [1] * len(seq_lens), dtype=dtype))
+
+
+@pytest.mark.parametrize("others", [0, 63])
+def test_decode_131072(others):
+    check(make_case([131072] + [1] * others, [1] * (others + 1), heads=4, kv_heads=1))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8, 32])
+def test_decode_llama_heads(kv_heads):
+    check(make_case([1000, 3000, 17], [1, 1, 1], heads=32, kv_heads=kv_heads))
+
+
+MIXED = ([70, 300, 129, 1, 0, 1030, 2100], [1, 200, 3, 1, 1, 1, 17])
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 6, 7, 8, 16, 64])
+def test_groups(group):
+    check(make_case(*MIXED, heads=2 * group, kv_heads=2))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_head_dims(head_dim, dtype):
+    check(make_case(*MIXED, head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 8, 32, 64, 100, 256])
+def test_block_sizes(block_size):
+    check(make_case(*MIXED, block_size=block_size))
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("most", [2, 4, 16])
+def test_few_tokens(most, group):
+    """Speculative decoding: up to 16 new tokens a request, all in the decode kernel."""
+    lens = [most, most + 1, 64, 65, 1000, 5000]
+    query_lens = [1 + (3 * i) % most for i in range(5)] + [most]
+    check(make_case(lens, query_lens, heads=2 * group))
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "query_lens"),
+    [
+        ([1], [1]),
+        ([17], [17]),
+        ([128, 129, 127, 600], [128, 129, 127, 600]),
+        ([2048], [2048]),
+        ([2560, 3000], [512, 129]),
+        ([700, 5, 64, 0, 64, 900], [700, 5, 0, 30, 64, 1]),
+        ([8200], [2]),
+        ([5] * 200, [5] * 200),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_prefill(seq_lens, query_lens, dtype):
+    check(make_case(seq_lens, query_lens, dtype=dtype))
+
+
+OPTIONS = [
+    {"sliding_window": 1},
+    {"sliding_window": 15},
+    {"sliding_window": 17},
+    {"sliding_window": 512},
+    {"sliding_window": 100000},
+    {"soft_cap": 30.0},
+    {"soft_cap": 0.01},
+    {"soft_cap": 50.0, "sliding_window": 1000},
+    {"sinks": True},
+    {"sinks": True, "sliding_window": 128, "scale": 0.3},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options(options):
+    if "sinks" in options:
+        sinks = torch.tensor([0.0, 3.0, -5.0, 20.0, -math.inf, 1.0, 2.0, 50.0], device="cuda")
+        options = {**options, "sinks": sinks}
+    check(make_case(*MIXED), **options)
+    check(make_case([9000, 5, 0, 64], [1, 1, 1, 1]), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_huge_logits(dtype):
+    case = make_case(*MIXED, dtype=dtype, logits=3000.0)
+    check(case)
+    check(case, soft_cap=20.0)  # |logit| / cap far above 100
+
+
+def test_tokens_of_no_request_get_zeros():
+    for lens, queries in (MIXED, ([70, 9], [1, 1]), ([300, 300], [200, 200]), ([], [])):
+        case = make_case(lens, queries, extra_tokens=5)
+        out = attend(case.query, case.k_cache, case.v_cache, case.metadata)
+        check(case, out)
+        assert not out[-5:].any()
+
+
+def test_shared_and_repeated_blocks():
+    case = make_case([320, 320, 320, 100], [1, 40, 1, 1])
+    table = case.metadata.block_table
+    table[1, :20] = table[0, :20].flip(0)
+    table[2, :20] = table[0, 3]
+    table[3, 0] = table[0, 1]
+    check(case)
+
+
+def test_strided_query_and_caches():
+    case = make_case(*MIXED)
+    wide = torch.randn(case.query.shape[0], 12, 128, device="cuda").to(torch.bfloat16)
+    wide[:, :8] = case.query
+    caches = torch.stack((case.k_cache, case.v_cache), dim=1)
+    check(Case(wide[:, :8], caches[:, 0], caches[:, 1], case.metadata))
+
+
+def test_same_bits_every_time():
+    case = make_case([32768, 9000, 1, 700, 64] + [300] * 30, [1] * 35, heads=32, kv_heads=8)
+    _, case = planned(case)
+    first = attend(case.query, case.k_cache, case.v_cache, case.metadata)
+    for _ in range(50):
+        again = attend(case.query, case.k_cache, case.v_cache, case.metadata)
+        assert torch.equal(first, again)
+    check(case, first)
+
+
+@pytest.mark.parametrize("programs", [1, 7, 100, 264, 1000])
+def test_plans(programs):
+    plan, case = planned(make_case(EDGES, [1] * len(EDGES)), num_programs=programs)
+    check(case)
+    check(case)
+    assert not plan.workspace.arrivals.any()
+    assert plan.nbytes == sum(t.numel() * t.element_size() for t in plan.workspace)
+
+
+def test_plan_of_another_window_is_not_used():
+    _, case = planned(make_case([500, 900], [1, 1]), sliding_window=100)
+    check(case)
+    check(case, sliding_window=100)
+
+
+def test_plan_updated_while_in_flight():
+    first = make_case([5000, 3000, 64], [1, 1, 1])
+    plan, first = planned(first)
+    second = make_case([1, 9000, 77], [1, 1, 1], seed=1)
+    outs = [attend(first.query, first.k_cache, first.v_cache, first.metadata)]
+    second.metadata = plan.update(second.metadata)
+    outs.append(attend(second.query, second.k_cache, second.v_cache, second.metadata))
+    check(first, outs[0])
+    check(second, outs[1])
+
+
+def test_plan_is_too_small():
+    plan, _ = planned(make_case([5], [1]))
+    with pytest.raises(KernelArgumentError, match="expected at most 1"):
+        plan.update(make_case([5, 5], [1, 1]).metadata)
+
+
+def test_batch_invariant():
+    alone = make_case([3000], [1], heads=32, kv_heads=8)
+    _, alone = planned(alone, batch_invariant=True)
+    crowd = make_case([700, 3000, 9000, 1], [1] * 4, heads=32, kv_heads=8)
+    table, blocks = crowd.metadata.block_table, alone.metadata.block_table[0, :188].long()
+    crowd.k_cache[table[1, :188].long()] = alone.k_cache[blocks]
+    crowd.v_cache[table[1, :188].long()] = alone.v_cache[blocks]
+    crowd.query[1] = alone.query[0]
+    _, crowd = planned(crowd, batch_invariant=True)
+    one = attend(alone.query, alone.k_cache, alone.v_cache, alone.metadata)
+    many = attend(crowd.query, crowd.k_cache, crowd.v_cache, crowd.metadata)
+    assert torch.equal(one[0], many[1])
+    check(crowd, many)
+
+
+@pytest.mark.parametrize("with_plan", [True, False])
+def test_graph_captured_at_the_maximum(with_plan):
+    """Captured with eight requests, replayed with fewer (seq_len 0 pads) and with none."""
+    case = make_case([3000] * 8, [1] * 8)
+    plan, _ = planned(case)
+
+    def step():
+        metadata = plan.update(case.metadata) if with_plan else case.metadata
+        return attend(case.query, case.k_cache, case.v_cache, metadata)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for lens in ([3000] * 8, [1, 64, 65, 2999, 0, 0, 0, 0], [0] * 8, [17, 0, 3000] + [0] * 5):
+        case.metadata.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
+        out.fill_(math.nan)
+        graph.replay()
+        check(case, out)
+    starts = torch.tensor([0, 1, 2, 3, 3, 3, 3, 3, 3], dtype=torch.int32)
+    case.metadata.query_start.copy_(starts)
+    case.metadata.seq_lens.copy_(torch.tensor([5, 9, 700] + [0] * 5, dtype=torch.int32))
+    out.fill_(math.nan)
+    graph.replay()
+    check(case, out)
+    assert not out[3:].any()
+
+
+def test_caches_beyond_32_bits():
+    """High blocks hold the data; blocks whose addresses are equal modulo 2^32 hold NaN."""
+    shape = (1, 2, 262144 + 64, 16, 8, 128)  # K and V have more than 2^32 elements each
+    kv_cache = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+    for low in (0, 131072):
+        kv_cache[:, :, low : low + 64] = math.nan
+    k_cache, v_cache = kv_cache[0]
+    high = torch.arange(262144, 262144 + 60, device="cuda")
+    lens, queries = [300, 40, 128], [1, 30, 128]
+    table = torch.full((3, 20), -1, dtype=torch.int32)
+    table[0, :19], table[1, :3], table[2, :8] = high[:19], high[20:23], high[30:38]
+    metadata = AttentionMetadata.build(table, lens, queries, 16, device="cuda")
+    past = torch.tensor(
+        [
+            int(table[row, i // 16]) * 16 + i % 16
+            for row, (n, q) in enumerate(zip(lens, queries, strict=True))
+            for i in range(n - q)
+        ]
+    )
+    for slots in (past.cuda(), metadata.slot_mapping):
+        key, value = torch.randn(2, len(slots), 8, 128, device="cuda").to(torch.bfloat16)
+        write_kv(key, value, k_cache, v_cache, slots)
+    case = Case(torch.randn(159, 32, 128, device="cuda").bfloat16(), k_cache, v_cache, metadata)
+    check(case)
+    copy_blocks(kv_cache, high[:38], high[:38].roll(1))
+    case.metadata.block_table[:] = table.cuda()
+    for row, count in enumerate((19, 3, 8)):
+        moved = case.metadata.block_table[row, :count]
+        where = {int(a): int(b) for a, b in zip(high[:38], high[:38].roll(1), strict=True)}
+        moved.copy_(torch.tensor([where[int(b)] for b in moved], dtype=torch.int32))
+    check(case)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("tokens", [1, 7, 300, 5000])
+def test_write(head_dim, tokens):
+    qkv = torch.randn(tokens, 12, head_dim, device="cuda").bfloat16()
+    qkv[0, 4] = math.nan
+    key, value = qkv[:, 4:8], qkv[:, 8:]
+    slots = torch.randperm(16 * 400, device="cuda")[:tokens]
+    slots[::3] = -1
+    caches = torch.full((4, 400, 16, 4, head_dim), math.nan, device="cuda").bfloat16()
+    write_kv(key, value, caches[0], caches[1], slots)
+    kept = slots >= 0
+    caches[2].view(-1, 4, head_dim)[slots[kept]] = key[kept]
+    caches[3].view(-1, 4, head_dim)[slots[kept]] = value[kept]
+    bits = caches.view(torch.int16)
+    assert torch.equal(bits[:2], bits[2:])
+
+
+def rotated(x, positions, cos_sin, weight, eps):
+    """RMS norm, then NeoX half-split rotation, in float64."""
+    x = x.double()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.double()
+    half = cos_sin.shape[1] // 2
+    cos, sin = cos_sin[positions].double().unsqueeze(1).split(half, dim=-1)
+    low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("tokens", [1, 300, 3000])
+def test_fused_rotary_norm_and_write(head_dim, tokens):
+    from billfish.kernels.paged_attention.cache_write import rotate_and_write
+
+    qkv = torch.randn(tokens, 16, head_dim, device="cuda").bfloat16()
+    query, key, value = qkv.split((8, 4, 4), dim=1)
+    slots = torch.randperm(16 * 400, device="cuda")[:tokens]
+    slots[1::3] = -1
+    positions = torch.randint(4096, (tokens,), device="cuda")
+    cos_sin = torch.randn(4096, 64, device="cuda")
+    weights = torch.rand(2, head_dim, device="cuda").bfloat16()
+    caches = torch.full((2, 400, 16, 4, head_dim), math.nan, device="cuda").bfloat16()
+    out = rotate_and_write(
+        query, key, value, *caches, slots, positions=positions, cos_sin=cos_sin,
+        q_norm=weights[0], k_norm=weights[1],
+    )  # fmt: skip
+    expected = rotated(query, positions, cos_sin, weights[0], 1e-6)
+    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-5)
+    kept = slots >= 0
+    got = caches.flatten(1, 2)[:, slots[kept]]
+    expected = rotated(key, positions, cos_sin, weights[1], 1e-6)
+    torch.testing.assert_close(got[0].double(), expected[kept], rtol=2**-8, atol=1e-5)
+    assert torch.equal(got[1], value[kept])
+
+
+@pytest.mark.parametrize("pairs", [1, 2, 5, 64, 300, 512, 513, 700])
+def test_copy_is_a_snapshot(pairs):
+    """Rotations of all blocks, as one chain that closes: the hardest order there is."""
+    cache = torch.randn(3, 2, 800, 16, 2, 80, device="cuda").bfloat16()
+    for seed in range(10):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        src = torch.randperm(800, generator=generator, device="cuda")[:pairs]
+        for dst in (src.roll(1), src.flip(0)):
+            expected = cache.clone()
+            reference.copy_blocks(expected, src, dst)
+            copy_blocks(cache, src, dst)
+            assert torch.equal(cache, expected)
+
+
+def test_copy_fan_out_and_self():
+    cache = torch.randn(2, 2, 40, 16, 8, 128, device="cuda").bfloat16()
+    src = torch.tensor([3, 3, 3, 3, 9, 7], device="cuda")
+    dst = torch.tensor([3, 10, 11, 12, 9, 13], device="cuda")
+    expected = cache.clone()
+    reference.copy_blocks(expected, src, dst)
+    copy_blocks(cache, src, dst)
+    assert torch.equal(cache, expected)
+    copy_blocks(cache, src[:0], dst[:0])
+    assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_swap_round_trip_from_another_stream(pinned):
+    """Out, the block reused at once, and back: bit-exact, in order of the stream."""
+    cache = torch.randn(4, 2, 200, 16, 8, 64, device="cuda").bfloat16()
+    host = torch.zeros(4, 2, 90, 16, 8, 64, dtype=torch.bfloat16, pin_memory=pinned)
+    before = cache.clone()
+    gpu, cpu = torch.randperm(200)[:70], torch.randperm(90)[:70]
+    fresh = torch.randperm(200)[:70]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        swap_blocks(cache, host, gpu, cpu)
+        cache[:, :, gpu.cuda()] = math.nan
+        swap_blocks(host, cache, cpu, fresh)
+        done = torch.cuda.Event()
+        done.record()
+    torch.cuda.current_stream().wait_event(done)
+    assert torch.equal(cache[:, :, fresh.cuda()], before[:, :, gpu.cuda()])
+    done.synchronize()
+    assert torch.equal(host[:, :, cpu], before.cpu()[:, :, gpu])
+
+
+def test_refusals():
+    for options in ({"head_dim": 72}, {"block_size": 257}):
+        case = make_case([5], [1], **options)
+        with pytest.raises(KernelArgumentError, match="on a GPU"):
+            attend(case.query, case.k_cache, case.v_cache, case.metadata)
+    case = make_case([5], [1])
+    caches = case.k_cache.float(), case.v_cache.float()
+    with pytest.raises(KernelArgumentError, match="float16 or bfloat16"):
+        attend(case.query.float(), *caches, case.metadata)
+    cache = torch.zeros(1, 2, 4, 16, 2, 64, device="cuda").half()
+    with pytest.raises(KernelArgumentError, match="src_blocks"):
+        swap_blocks(cache, cache.cpu(), torch.tensor([4]), torch.tensor([0]))

@@ -32,14 +32,13 @@ def _cpu(query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> tupl
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = cos.shape[-1]
-    out = torch.empty(x.shape, dtype=x.dtype)
-    wide = x[..., : 2 * half].float()
-    first, second = wide[..., :half], wide[..., half:]
-    out[..., :half] = torch.addcmul(first * cos, second, sin, value=-1)
-    out[..., half : 2 * half] = torch.addcmul(second * cos, first, sin)
-    out[..., 2 * half :] = x[..., 2 * half :]
-    return out
+    first, second, rest = x.float().tensor_split((cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
+    rotated = (
+        torch.addcmul(first * cos, second, sin, value=-1),
+        torch.addcmul(second * cos, first, sin),
+        rest,
+    )
+    return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
 def _fake(query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,8 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 def _cpu(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    wide = functional.silu(gate.float().contiguous())
-    return wide.mul_(up).to(gate_up.dtype)
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up).to(gate_up.dtype).contiguous()
 
 
 def _fake(gate_up: Tensor) -> Tensor:

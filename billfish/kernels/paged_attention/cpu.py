@@ -4,13 +4,22 @@ Only tokens that a query may see are ever gathered, so that what lies in the res
 blocks that nobody wrote, cannot reach a result.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from billfish.kernels._library import bad_argument
 
 _QUERY_TILE = 256
-"""Queries of a prefill at once: bounds the mask, and skips keys that the tile cannot see."""
+"""Most queries of a prefill at once: bounds the mask, and skips keys that the tile cannot see."""
+
+_LONG = 512
+"""Sequences up to this are decoded in batches, longer ones one by one: there padding costs more."""
+
+_SCORES = 1 << 22
+"""Most scores of a tile, heads x queries x keys."""
 
 
 def write_kv(
@@ -33,79 +42,184 @@ def write_kv(
 
 
 def attend(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    out = torch.zeros(query.shape, dtype=query.dtype)
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    query_start: Tensor, max_query_len: int, max_seq_len: int, scale: float,
+    sliding_window: int | None, soft_cap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     starts, lengths = query_start.tolist(), seq_lens.tolist()
-    for request, seq_len in enumerate(lengths):
-        start, stop = starts[request], starts[request + 1]
-        if start == stop or seq_len == 0:
-            continue
-        _prefill(
-            query[start:stop], k_cache, v_cache, block_table[request], seq_len, scale,
-            sliding_window, soft_cap, sinks, out[start:stop],
-        )  # fmt: skip
+    capacity = block_table.shape[1] * k_cache.shape[1]
+    if max(lengths, default=0) > capacity:
+        raise bad_argument("metadata.seq_lens", max(lengths), f"at most {capacity}")
+    if starts[-1] > query.shape[0]:
+        raise bad_argument("query", tuple(query.shape), f"at least {starts[-1]} tokens")
+    settings = _Settings(scale, sliding_window, soft_cap, sinks)
+    out = torch.zeros(query.shape, dtype=query.dtype)
+    buckets: dict[int, list[int]] = {}
+    try:
+        for request, seq_len in enumerate(lengths):
+            start, stop = starts[request], starts[request + 1]
+            if stop == start or seq_len == 0:
+                continue
+            if stop - start > 1:
+                _prefill(
+                    query[start:stop], k_cache, v_cache, block_table[request], seq_len, settings,
+                    out[start:stop],
+                )  # fmt: skip
+            elif seq_len > min(_LONG, sliding_window or _LONG):
+                _decode_one(
+                    query[start], k_cache, v_cache, block_table[request], seq_len, settings,
+                    out[start],
+                )  # fmt: skip
+            else:
+                buckets.setdefault(_padded(seq_len), []).append(request)
+        for padded, requests in buckets.items():
+            _decode_batch(
+                query, k_cache, v_cache, block_table, seq_lens, query_start, requests, padded,
+                settings, out,
+            )  # fmt: skip
+    except IndexError as error:
+        expected = f"ids 0 to {k_cache.shape[0] - 1} in the used part"
+        raise bad_argument("metadata.block_table", "an id outside the cache", expected) from error
     return out
 
 
+class _Settings(NamedTuple):
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    sinks: Tensor | None
+
+
+def _padded(length: int) -> int:
+    """Length of the bucket of a decode: 16s up to 128, then four buckets an octave.
+
+    It depends on the request alone, so that neighbours do not change the shape, and with it the
+    order of sums, of what is computed for it.
+    """
+    step = max(16, 1 << (length.bit_length() - 3))
+    return -(-length // step) * step
+
+
+def _decode_batch(
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    query_start: Tensor, requests: list[int], padded: int, settings: _Settings, out: Tensor,
+) -> None:  # fmt: skip
+    """Requests of one new token whose keys fit in `padded`; the window hides none."""
+    count, (block_size, kv_heads) = len(requests), k_cache.shape[1:3]
+    everyone = count == query.shape[0] == block_table.shape[0]
+    if not everyone:
+        rows = torch.tensor(requests)
+        tokens = query_start[rows].long()
+        block_table, seq_lens = block_table[rows], seq_lens[rows]
+        query = query.index_select(0, tokens)
+    slots, mask = _slots(block_table, seq_lens.unsqueeze(1), block_size, padded)
+    k, v = (_tokens(c, slots).view(count, padded, *c.shape[2:]) for c in (k_cache, v_cache))
+    q = query.unflatten(1, (kv_heads, -1))
+    sink = None if settings.sinks is None else settings.sinks.view(kv_heads, -1, 1)
+    mask = mask.view(count, 1, 1, padded)
+    y = _attention(q, k.transpose(1, 2), v.transpose(1, 2), mask, settings, sink).flatten(1, 2)
+    if everyone:
+        out.copy_(y)
+    else:
+        out.index_copy_(0, tokens, y.to(out.dtype))
+
+
+def _slots(
+    block_table: Tensor, seq_lens: Tensor, block_size: int, padded: int
+) -> tuple[Tensor, Tensor]:
+    """Slot of each token, int64 [B * padded], past the end that of the first; and what is real."""
+    blocks = block_table[:, : -(-padded // block_size)].long() * block_size
+    slots = (blocks.unsqueeze(2) + torch.arange(block_size)).flatten(1)
+    slots = (
+        slots[:, :padded] if slots.shape[1] >= padded else pad(slots, (0, padded - slots.shape[1]))
+    )
+    mask = torch.arange(padded) < seq_lens
+    return torch.where(mask, slots, slots[:, :1]).flatten(), mask
+
+
+def _tokens(cache: Tensor, slots: Tensor) -> Tensor:
+    """Tokens of a cache at slots [S]: [S, HKV, D]."""
+    block_size = cache.shape[1]
+    if cache.stride(0) == block_size * cache.stride(1):
+        return cache.flatten(0, 1).index_select(0, slots)
+    if int(slots.min()) < 0:
+        raise IndexError("negative block id")
+    return cache[slots // block_size, slots % block_size]
+
+
+def _decode_one(
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, blocks: Tensor, seq_len: int,
+    settings: _Settings, out: Tensor,
+) -> None:  # fmt: skip
+    """One request of one new token. query and out: [H, D]."""
+    kv_heads = k_cache.shape[2]
+    first = 0 if settings.window is None else max(0, seq_len - settings.window)
+    k, v = (_range(c, blocks, first, seq_len).transpose(0, 1)[None] for c in (k_cache, v_cache))
+    sink = None if settings.sinks is None else settings.sinks.view(kv_heads, -1, 1)
+    q = query.unflatten(0, (kv_heads, -1))[None]
+    out.copy_(_attention(q, k, v, None, settings, sink)[0].flatten(0, 1))
+
+
 def _prefill(
-    query: Tensor, k_cache: Tensor, v_cache: Tensor, blocks: Tensor, seq_len: int, scale: float,
-    window: int | None, soft_cap: float | None, sinks: Tensor | None, out: Tensor,
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, blocks: Tensor, seq_len: int,
+    settings: _Settings, out: Tensor,
 ) -> None:  # fmt: skip
     """One request, its queries a tile at a time. query and out: [L, H, D], the last L tokens."""
-    length, _, head_dim = query.shape
+    length, heads, _ = query.shape
+    before = seq_len - length
+    window = settings.window or seq_len
     kv_heads = k_cache.shape[2]
-    first_key = 0 if window is None else max(0, seq_len - length - window + 1)
-    k, v = (_gather(cache, blocks, first_key, seq_len) for cache in (k_cache, v_cache))
-    for start in range(max(0, length - seq_len), length, _QUERY_TILE):
-        stop = min(start + _QUERY_TILE, length)
-        position = seq_len - length + start
-        low = 0 if window is None else max(0, position - window + 1)
-        high = seq_len - length + stop
-        tile = query[start:stop].view(stop - start, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-        keys, values = (
-            t[low - first_key : high - first_key].transpose(0, 1).unsqueeze(1) for t in (k, v)
-        )
-        q_pos = torch.arange(position, high).unsqueeze(1)
-        k_pos = torch.arange(low, high)
-        mask = k_pos <= q_pos
-        if window is not None:
-            mask &= q_pos - k_pos < window
-        sink = None if sinks is None else sinks.float().view(kv_heads, -1, 1, 1)
-        y = _explicit(tile, keys, values, mask, scale, soft_cap, sink)
-        out[start:stop].view(stop - start, kv_heads, -1, head_dim).copy_(y.permute(2, 0, 1, 3))
+    first = max(0, before - window + 1)
+    k, v = (_range(c, blocks, first, seq_len).transpose(0, 1) for c in (k_cache, v_cache))
+    grouped = query.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+    sink = None if settings.sinks is None else settings.sinks.view(kv_heads, -1, 1, 1)
+    tile = min(_QUERY_TILE, max(1, _SCORES // (heads * seq_len)))
+    for start in range(max(0, -before), length, tile):
+        stop = min(start + tile, length)
+        low, high = max(0, before + start - window + 1), before + stop
+        position = torch.arange(before + start, high).unsqueeze(1)
+        seen = torch.arange(low, high)
+        mask = seen <= position
+        if settings.window is not None:
+            mask &= seen > position - window
+        keys, values = (t[:, None, low - first : high - first] for t in (k, v))
+        y = _attention(grouped[:, :, start:stop], keys, values, mask, settings, sink)
+        out[start:stop].unflatten(1, (kv_heads, -1)).copy_(y.permute(2, 0, 1, 3))
 
 
-def _gather(cache: Tensor, blocks: Tensor, first: int, last: int) -> Tensor:
-    """Tokens first..last-1 of a request: [S, HKV, D]."""
+def _range(cache: Tensor, blocks: Tensor, first: int, last: int) -> Tensor:
+    """Tokens first to last - 1 of a request: [S, HKV, D]."""
     block_size = cache.shape[1]
     used = blocks[first // block_size : -(-last // block_size)]
-    gathered = cache.index_select(0, used).flatten(0, 1)
-    return gathered[first % block_size :][: last - first]
+    tokens = cache.index_select(0, used).flatten(0, 1)
+    skipped = first % block_size
+    return tokens[skipped : skipped + last - first]
 
 
-def _explicit(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float,
-    soft_cap: float | None, sink: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """In float32. query [HKV, G, L, D]; key, value [HKV, 1, S, D]; sink [HKV, G, 1, 1]."""
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    settings: _Settings,
+    sink: Tensor | None,
+) -> Tensor:
+    """query [.., HKV, G, (L,) D]; key and value broadcast against it; every row sees some key.
+
+    torch's fused operation knows neither soft cap nor sinks: those go step by step, in float32.
+    """
+    scale, _, soft_cap, _ = settings
+    if soft_cap is None and sink is None:
+        batch = query.shape[:2]
+        key, value = key.expand(*batch, -1, -1), value.expand(*batch, -1, -1)
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     scores = torch.matmul(query.float() * scale, key.float().transpose(-1, -2))
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    scores.masked_fill_(~mask, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
     if sink is not None:
-        scores = torch.cat((scores, sink.expand(*scores.shape[:-1], 1)), dim=-1)
+        scores = torch.cat((scores, sink.float().expand(*scores.shape[:-1], 1)), dim=-1)
     weights = scores.softmax(-1)[..., : key.shape[-2]]
     return torch.matmul(weights, value.float())
 

@@ -2,7 +2,8 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from billfish.checkpoint.gguf import GGUFFile
 from billfish.checkpoint.locate import DEMO_MODEL, locate
 from billfish.config import CacheConfig, EngineConfig, SchedulerConfig
 from billfish.engine import Engine, EngineStats, RequestOutput
-from billfish.errors import ConfigError, InvalidRequestError
+from billfish.errors import CheckpointError, ConfigError, InvalidRequestError
 from billfish.models import gguf as gguf_models
+from billfish.quantization.gguf import INT4_TYPES
 from billfish.sampling_params import SamplingParams
 from billfish.tokenizer import from_gguf
 from billfish.worker import ModelRunner, kv_cache
@@ -23,6 +25,10 @@ Conversation = Sequence[dict[str, Any]]
 """Messages with a "role" and a "content" each, oldest first."""
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
+
+
+Stream = Generator[tuple[int, RequestOutput], None, None]
+"""Yields (index of the prompt, output so far); closing it aborts what is not done."""
 
 
 class LLM:
@@ -58,6 +64,8 @@ class LLM:
         with GGUFFile.open(path) as file:
             self.model_config = gguf_models.read_config(file)
             self.tokenizer = from_gguf(file.metadata, str(path))
+            self.num_int4_layers = sum(info.type in INT4_TYPES for info in file.tensors.values())
+            self._check_vocabulary(path)
             self.max_model_len = self._max_model_len()
             torch_dtype = getattr(torch, dtype)
             num_blocks = kv_cache.plan_num_blocks(self.model_config, self.config.cache, torch_dtype)
@@ -74,6 +82,7 @@ class LLM:
         self.executor = ModelRunner(
             network,
             memory,
+            vocab_size=self.tokenizer.vocab_size,
             max_num_seqs=self.config.scheduler.max_num_seqs,
             max_model_len=self.max_model_len,
         )
@@ -81,7 +90,7 @@ class LLM:
             self.executor,
             num_blocks=num_blocks,
             block_size=self.config.cache.block_size,
-            vocab_size=self.model_config.vocab_size,
+            vocab_size=self.tokenizer.vocab_size,
             max_model_len=self.max_model_len,
             eos_token_ids=self.tokenizer.eos_token_ids,
             token_bytes=self.tokenizer.token_bytes,
@@ -121,7 +130,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[tuple[int, RequestOutput]]:
+    ) -> Stream:
         """As `generate`, but yields (index of the prompt, output so far) as tokens come.
 
         Requests start at the first `next`; closing the iterator aborts those that are not done.
@@ -132,18 +141,20 @@ class LLM:
         self,
         conversations: Conversation | Sequence[Conversation],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[tuple[int, RequestOutput]]:
+    ) -> Stream:
         """As `chat`, but yields as `stream` does."""
         return self._stream(self._requests(self._conversation_ids(conversations), params))
-
-    @property
-    def num_int4_layers(self) -> int:
-        """Linear layers of the checkpoint whose weights are kept in INT4."""
-        return self._num_int4_layers
 
     def stats(self) -> EngineStats:
         """The engine's counters since it started."""
         return self.engine.stats()
+
+    def _check_vocabulary(self, path: Path) -> None:
+        tokens, rows = self.tokenizer.vocab_size, self.model_config.vocab_size
+        if tokens > rows:
+            raise CheckpointError(
+                str(path), f"the tokenizer has {tokens} tokens, the embedding only {rows} rows"
+            )
 
     def _max_model_len(self) -> int:
         asked, most = self.config.scheduler.max_model_len, self.model_config.context_length
@@ -189,9 +200,7 @@ class LLM:
                     progress(len(finished), len(requests))
         return [finished[index] for index in range(len(requests))]
 
-    def _stream(
-        self, requests: list[tuple[Sequence[int], SamplingParams]]
-    ) -> Iterator[tuple[int, RequestOutput]]:
+    def _stream(self, requests: list[tuple[Sequence[int], SamplingParams]]) -> Stream:
         # Streams may be interleaved: whoever steps the engine delivers to all of them.
         inbox: deque[tuple[int, RequestOutput]] = deque()
         mine: list[str] = []

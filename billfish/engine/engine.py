@@ -188,11 +188,15 @@ class Engine:
         for request in scheduled.sampling:
             if request.finish_reason is not None:  # aborted while the step was computed
                 continue
-            if request.record.first_token is None:
-                request.record.first_token = now
-            output = request.append(result.token_ids[request.request_id])
+            failure = result.failed.get(request.request_id)
+            if failure is not None:
+                output = request.finish("error", failure)
+            else:
+                if request.record.first_token is None:
+                    request.record.first_token = now
+                output = request.append(result.token_ids[request.request_id])
+                self._output_tokens += 1
             outputs.append(output)
-            self._output_tokens += 1
             if output.finish_reason is not None:
                 self._scheduler.remove(request)
                 self._forget(request, output.finish_reason)
@@ -228,13 +232,14 @@ class Engine:
             self._scheduler.check()
 
     def _check_result(self, plan: StepPlan, result: StepResult) -> None:
-        """ExecutorError unless there is one token of the vocabulary for each that was due."""
+        """ExecutorError unless each that was due has either a token of the vocabulary or failed."""
         if not isinstance(result, StepResult) or result.step != plan.step:
             raise ExecutorError(f"step {plan.step} was answered with {result!r}")
         due = {work.request_id for work in plan.work if work.samples}
-        if result.token_ids.keys() != due:
-            missing = sorted(due - result.token_ids.keys(), key=str)[:5]
-            unknown = sorted(result.token_ids.keys() - due, key=str)[:5]
+        answered = [*result.token_ids, *result.failed]
+        if len(answered) != len(due) or set(answered) != due:
+            missing = sorted(due.difference(answered), key=str)[:5]
+            unknown = sorted(set(answered) - due, key=str)[:5]
             raise ExecutorError(
                 f"step {plan.step}: no token for {missing}, tokens not asked for {unknown}"
             )

@@ -6,7 +6,7 @@ from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """stop: an end-of-sequence token, a stop token or a stop string. length: max_tokens, or no room for
-more. abort: taken back by its owner. error: the step that was computing it failed."""
+more. abort: taken back by its owner. error: no token could be computed for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,8 @@ class RequestOutput:
     delta: text of this step. Never half a character, never part of a stop string. The deltas of a
         request add up to exactly its text.
     finish_reason: None while the request goes on.
-    stop_reason: the stop string or the token id that stopped it, where finish_reason is "stop".
+    stop_reason: the stop string or the token id that stopped it, where finish_reason is "stop";
+        what went wrong with this request, where it is "error" and that is known.
     """
 
     request_id: str

@@ -50,7 +50,8 @@ class Work:
 class StepPlan:
     """One step. The executor handles its parts in the order of the fields.
 
-    released: requests to forget (finished, aborted or preempted).
+    released: requests to forget (finished, aborted or preempted). An id that the executor does not
+    know is passed over: after a step failed, all that it spoke of is released again.
     admitted: requests to learn; an id may be in both, released first.
     work: what to compute, each request at most once.
     """
@@ -63,10 +64,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The token chosen for each request whose work samples."""
+    """What became of each request whose work samples: a token, or the reason why there is none.
+
+    failed: requests for which no token can be chosen, such as those whose logits are not numbers.
+    They end; the others in the step are not touched.
+    """
 
     step: int
     token_ids: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
 
 class Executor(Protocol):

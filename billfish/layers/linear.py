@@ -12,7 +12,7 @@ class QuantLinear(nn.Module):
     def __init__(self, weight: marlin.PackedWeight, bias: Tensor | None = None) -> None:
         super().__init__()
         self.weight = weight
-        self.register_buffer("bias", bias)
+        self.bias = None if bias is None else nn.Buffer(bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return marlin.w4a16_matmul(x, self.weight, self.bias)
@@ -27,8 +27,8 @@ class Linear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.register_buffer("weight", weight)
-        self.register_buffer("bias", bias)
+        self.weight = nn.Buffer(weight)
+        self.bias = None if bias is None else nn.Buffer(bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, self.weight, self.bias)

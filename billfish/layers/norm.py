@@ -12,7 +12,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
-        self.register_buffer("weight", weight)
+        self.weight = nn.Buffer(weight)
         self.eps = eps
 
     @overload

@@ -23,7 +23,7 @@ class RotaryEmbedding(nn.Module):
             frequencies = frequencies / factors.to(torch.float64)
         angles = torch.outer(torch.arange(max_len, dtype=torch.float64), frequencies)
         table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(torch.float32)
-        self.register_buffer("cos_sin", table)
+        self.cos_sin = nn.Buffer(table)
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         return general.rotary_embedding(query, key, positions, self.cos_sin)

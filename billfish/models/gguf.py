@@ -1,7 +1,6 @@
 """A model built from a GGUF file: its configuration, its weights, their names and row order."""
 
 from collections.abc import Callable
-from dataclasses import fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +52,8 @@ def read_config(file: GGUFFile) -> ModelConfig:
         raise CheckpointError(
             file.path, f"architecture {architecture!r} is not supported (supported: llama)"
         )
+    if file.get_int("split.count", 0, 2**16, default=1) > 1:
+        raise CheckpointError(file.path, "is one part of a split model; join the parts first")
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(file.path, "is missing", tensor="token_embd.weight")
 
@@ -199,12 +200,15 @@ class GGUFWeights:
         rows = self._row_order(name)
         if rows is None:
             return groups
-        tensors = {f.name: getattr(groups, f.name) for f in fields(groups)}
-        return replace(groups, **{k: t[rows] for k, t in tensors.items() if isinstance(t, Tensor)})
+        zeros, offsets = (None if t is None else t[rows] for t in (groups.zeros, groups.offsets))
+        codes, scales = groups.codes[rows], groups.scales[rows]
+        return Int4Groups(codes, scales, zeros, offsets, groups.group_size)
 
     def _dequantized(self, name: str) -> Tensor:
         info = self._file.tensors[gguf_name(name)]
         tensor = gguf_types.dequantize(self._file.data(info.name), info.type, info.shape)
+        if not bool(tensor.isfinite().all()):
+            raise CheckpointError(self._file.path, "holds values not finite", tensor=info.name)
         self._advance(1)
         rows = self._row_order(name)
         return tensor if rows is None else tensor[rows]

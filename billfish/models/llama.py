@@ -130,7 +130,7 @@ class LlamaForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         rotary = RotaryEmbedding(config, max_len, weights.optional("rope_freqs"))
-        self.register_buffer("embed_tokens", weights.tensor("model.embed_tokens"))
+        self.embed_tokens = nn.Buffer(weights.tensor("model.embed_tokens"))
         self.layers = nn.ModuleList(
             LlamaLayer(config, weights, index, rotary) for index in range(config.num_layers)
         )

@@ -6,20 +6,28 @@ from torch import Tensor
 from billfish.engine.plan import StepPlan, StepResult
 from billfish.models.llama import LlamaForCausalLM
 from billfish.worker.input_batch import InputBatch
-from billfish.worker.sampler import sample
+from billfish.worker.sampler import NO_TOKEN, sample
 
 
 class ModelRunner:
     """The executor of one model on one device; see `billfish.engine.plan.Executor`.
 
-    kv_cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim].
+    kv_cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]. vocab_size: tokens
+    that may be chosen; a model's own vocabulary may be longer, padded to a round number.
     """
 
     def __init__(
-        self, model: LlamaForCausalLM, kv_cache: Tensor, *, max_num_seqs: int, max_model_len: int
+        self,
+        model: LlamaForCausalLM,
+        kv_cache: Tensor,
+        *,
+        vocab_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
+        self.vocab_size = vocab_size
         self.batch = InputBatch(max_num_seqs, max_model_len, block_size=kv_cache.shape[3])
 
     @torch.inference_mode()
@@ -31,7 +39,7 @@ class ModelRunner:
         hidden = self.model(inputs.token_ids, inputs.positions, self.kv_cache, inputs.metadata)
         if not inputs.sampled:
             return StepResult(plan.step)
-        logits = self.model.logits(hidden[inputs.sample_index])
+        logits = self.model.logits(hidden[inputs.sample_index])[:, : self.vocab_size]
         rows = [self.batch.rows[request_id] for request_id in inputs.sampled]
         token_ids = sample(
             logits,
@@ -39,6 +47,11 @@ class ModelRunner:
             [row.seed for row in rows],
             [row.num_tokens for row in rows],
         )
+        result = StepResult(plan.step)
         for request_id, token_id in zip(inputs.sampled, token_ids, strict=True):
-            self.batch.append(request_id, token_id)
-        return StepResult(plan.step, dict(zip(inputs.sampled, token_ids, strict=True)))
+            if token_id == NO_TOKEN:
+                result.failed[request_id] = "the model's logits are not finite"
+            else:
+                self.batch.append(request_id, token_id)
+                result.token_ids[request_id] = token_id
+        return result

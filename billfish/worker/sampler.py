@@ -5,24 +5,25 @@ from torch import Tensor
 
 from billfish.sampling_params import SamplingParams
 
+NO_TOKEN = -1
 _MASK = 2**64 - 1
 
 
 def sample(
     logits: Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]
 ) -> list[int]:
-    """Token ids [S] for float32 logits [S, vocab_size].
+    """Token ids [S] for float32 logits [S, vocab_size]; NO_TOKEN where the logits are not numbers.
 
     Greedy requests take the largest logit (the lowest id of equals). The others draw one number
     from their seed and the position of the new token alone, so that neither batch-mates nor
     preemption change what they get, and invert the distribution function at that number.
     """
-    chosen = logits.argmax(dim=-1)
+    largest, chosen = logits.max(dim=-1)  # not a number if any of them is none
     drawn = [i for i, p in enumerate(params) if not p.greedy]
     if drawn:
         numbers = [uniform(seeds[i], positions[i]) for i in drawn]
         chosen[drawn] = _draw(logits[drawn], [params[i] for i in drawn], numbers)
-    return chosen.tolist()
+    return chosen.masked_fill(~largest.isfinite(), NO_TOKEN).tolist()
 
 
 def uniform(seed: int, position: int) -> float:

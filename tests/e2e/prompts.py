@@ -22,5 +22,5 @@ PROMPTS = (
     "# Installation\n\nRun the following command:\n\n```bash\n",
     "The history of the printing press begins with Johannes Gutenberg, who in the fifteenth "
     "century brought together movable metal type, oil-based ink and a press adapted from the "
-    "making of wine, and so made books cheap enough for people who had never owned one. Before him,",
+    "making of wine, and so made books cheap enough for people who had never owned one. Before",
 )

@@ -89,5 +89,5 @@ def test_bfloat16_stays_close(llm_bf16: LLM, oracle, record_property) -> None:
     record_property("logprob_mean_difference", mean)
     record_property("logprob_max_difference", worst)
     assert agree / total >= 0.95
-    assert mean <= 0.03
+    assert mean <= 0.05
     assert worst <= 0.5

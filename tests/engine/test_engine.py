@@ -461,6 +461,8 @@ class TestFailure:
             (lambda plan, tokens: StepResult(2, {"a": 1}), r"no token for \['b'\]"),
             (lambda plan, tokens: StepResult(2, {**tokens, "c": 1}), r"not asked for \['c'\]"),
             (lambda plan, tokens: StepResult(2, {**tokens, 7: 1, "c": 1}), r"asked for \[7, 'c'\]"),
+            (lambda plan, tokens: StepResult(2, tokens, {"c": "NaN"}), r"not asked for \['c'\]"),
+            (lambda plan, tokens: StepResult(2, tokens, {"b": "NaN"}), "step 2"),
             (lambda plan, tokens: StepResult(2, {**tokens, "b": VOCAB}), f"{VOCAB} for 'b'"),
             (lambda plan, tokens: StepResult(2, {**tokens, "b": -1}), "-1 for 'b'"),
             (lambda plan, tokens: StepResult(2, {**tokens, "b": True}), "True for 'b'"),
@@ -478,6 +480,19 @@ class TestFailure:
             "a": "error", "b": "error", "c": "length", "d": "length",
         }  # fmt: skip
         assert len(final["a"].token_ids) == 2  # no token of a step that failed
+
+    def test_a_request_without_a_token_fails_alone(self) -> None:
+        engine, worker = self.start()
+        worker.hook = answer(lambda plan, tokens: StepResult(2, {"a": tokens["a"]}, {"b": "NaN"}))
+        final = run(engine)
+        assert {i: (o.finish_reason, o.stop_reason) for i, o in final.items()} == {
+            "a": ("length", None), "b": ("error", "NaN"), "c": ("length", None),
+            "d": ("length", None),
+        }  # fmt: skip
+        assert final["a"].token_ids == expected_tokens([1, 2], 6, 0)
+        assert final["b"].token_ids == expected_tokens([1, 2], 2, 1)
+        assert not worker.sequences
+        assert engine.stats().blocks_in_use == 0
 
     def test_failure_before_the_executor_learns_anything(self) -> None:
         """What was to be released in the failed plan is released in the next."""

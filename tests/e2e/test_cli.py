@@ -1,0 +1,137 @@
+"""The commands as a person runs them: real processes, over a small random model."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from billfish.version import __version__
+from tests.e2e import tiny_gguf
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_gguf.write(tmp_path_factory.mktemp("cli") / "tiny.gguf"))
+
+
+COMMAND = [sys.executable, "-c", "from billfish.cli import main; main()"]
+
+
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], input=stdin, capture_output=True, text=True, timeout=120,
+        check=False, env={**os.environ, "COLUMNS": "120"},
+    )  # fmt: skip
+
+
+def test_generate_one_json_equals_streamed(tiny: str) -> None:
+    options = ["--model", tiny, "--max-tokens", "12", "--dtype", "float32"]
+    streamed = run("generate", *options, "Hello there")
+    as_json = run("generate", *options, "--json", "Hello there", "Another")
+    assert streamed.returncode == 0, streamed.stderr
+    first, second = map(json.loads, as_json.stdout.splitlines())
+    assert streamed.stdout == first["text"] + "\n"
+    assert first["prompt"] == "Hello there"
+    assert first["output_tokens"] <= 12
+    assert first["finish_reason"] in ("length", "stop")
+    assert second["prompt"] == "Another"
+
+
+def test_generate_options_reach_the_sampler(tiny: str) -> None:
+    def text(*options: str) -> str:
+        result = run("generate", "-m", tiny, "--max-tokens", "12", *options, "Hello there")
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    seeded = text("--temperature", "3", "--seed", "5")
+    assert text("--temperature", "3", "--seed", "5") == seeded
+    assert text("--temperature", "3", "--seed", "6") != seeded
+    assert text("--temperature", "3", "--seed", "5", "--top-k", "1") == text()
+
+
+def test_generate_chat_uses_the_template_and_shows_the_ledger(tiny: str) -> None:
+    result = run("generate", "-m", tiny, "--max-tokens", "4", "--chat", "--ledger", "Hi")
+    assert result.returncode == 0
+    # <|im_start|> user \n Hi <|im_end|> \n <|im_start|> assistant \n: one token a byte, or control.
+    assert f" {1 + 5 + 2 + 1 + 1 + 1 + 10} " in result.stderr
+    for words in ("TTFT", "TPOT", "KV memory wasted", "most in use", "tokens/s"):
+        assert words in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--temperature", "-1", "x"], "temperature"),
+        (["--top-p", "0", "x"], "top_p"),
+        (["--dtype", "int8", "x"], "dtype"),
+        (["--max-tokens", "100000", "x"], "max_model_len is 512"),
+        (["--kv-memory", "0.00001", "x"], "KV cache"),
+        ([""], "prompt_token_ids"),
+    ],
+)
+def test_bad_arguments_are_one_line(tiny: str, arguments: list[str], words: str) -> None:
+    result = run("generate", "-m", tiny, *arguments)
+    assert result.returncode == 1
+    assert result.stdout.strip() == ""
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert words in line
+    assert "Traceback" not in result.stderr
+
+
+def test_missing_and_damaged_models_are_one_line(tmp_path: Path) -> None:
+    missing = run("generate", "-m", str(tmp_path / "none.gguf"), "x")
+    assert (missing.returncode, missing.stderr.count("Traceback")) == (1, 0)
+    assert "no such file" in missing.stderr
+    (tmp_path / "bad.gguf").write_text("not a model")
+    damaged = run("generate", "-m", str(tmp_path / "bad.gguf"), "x")
+    assert (damaged.returncode, damaged.stderr.count("Traceback")) == (1, 0)
+    assert "bad.gguf" in damaged.stderr
+
+
+def test_chat_remembers_resets_and_leaves(tiny: str) -> None:
+    lines = "first\n\nsecond\n/reset\nthird\n/exit\nnever read\n"
+    result = run("chat", "-m", tiny, "--max-tokens", "3", "--system", "S", stdin=lines)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("\n> ") == 6
+
+
+def test_chat_too_long_for_the_context_can_go_on(tiny: str) -> None:
+    lines = "x" * 600 + "\nshort\n/exit\n"
+    result = run("chat", "-m", tiny, "--max-tokens", "3", stdin=lines)
+    assert result.returncode == 0
+    assert "max_model_len is 512" in result.stdout
+    assert result.stdout.count("error:") == 1
+
+
+def test_ctrl_c_stops_the_answer_not_the_program(tiny: str) -> None:
+    # Hot sampling with no end: the random model would talk for 400 tokens.
+    command = [*COMMAND, "chat", "-m", tiny, "--max-tokens", "400", "--temperature", "1"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    read = b""
+    process.stdin.write(b"talk\n")
+    process.stdin.flush()
+    while not read.partition(b"> ")[2].strip():  # until the answer has begun
+        read += process.stdout.read1()
+    process.send_signal(signal.SIGINT)
+    while b"[stopped]" not in read:
+        chunk = process.stdout.read1()
+        assert chunk, (read, process.stderr and process.stderr.read())
+        read += chunk
+    rest, errors = process.communicate(b"again\n/exit\n", timeout=60)
+    assert process.returncode == 0, errors
+    assert rest.count(b"> ") == 3
+
+
+def test_env_names_the_versions() -> None:
+    result = run("env")
+    assert result.returncode == 0
+    for words in ("python", "torch", "cpu", "gpu", __version__):
+        assert words in result.stdout

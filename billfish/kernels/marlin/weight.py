@@ -107,13 +107,13 @@ def pack(
     floating point [N, G]. g_idx: integers [K]. group_size: 16, 32, 64, 128, or -1 for the whole
     column; the last group may be short. dtype: float32, bfloat16 or float16, of activations.
 
-    Scales are rounded to dtype: a relative error of at most 2^-9 in bfloat16, 2^-12 in float16
+    Scales are rounded to dtype: a relative error of at most 2^-8 in bfloat16, 2^-11 in float16
     (values under 6.1e-5 lose more). On a CPU the zero point, of either kind, becomes a shift
     W = scale * (code - 8) + shift, computed in float32 from the unrounded parameters and rounded
     once to dtype, with the same relative error.
 
-    Raises KernelArgumentError: a wrong shape, dtype, device or value; a scale or an offset that
-    is not finite in dtype.
+    Raises KernelArgumentError: a wrong shape, dtype, device or value; a scale, an offset or a
+    shift that is not finite in dtype.
     """
     _check_pack(codes, scales, zeros, offsets, group_size, dtype)
     n, k = codes.shape

@@ -96,7 +96,7 @@ def _padded(length: int) -> int:
     It depends on the request alone, so that neighbours do not change the shape, and with it the
     order of sums, of what is computed for it.
     """
-    step = max(16, 1 << (length.bit_length() - 3))
+    step = max(16, (1 << length.bit_length()) >> 3)
     return -(-length // step) * step
 
 

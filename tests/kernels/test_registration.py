@@ -1,0 +1,129 @@
+"""The operations as torch sees them: schemas, fake tensors, torch.compile, the cost of a call."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
+
+from billfish.errors import KernelArgumentError
+from billfish.kernels import general, marlin
+from billfish.kernels import paged_attention as pa
+
+
+def draw(*shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def packed(dtype, k=64, **options):
+    rng = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (64, k), dtype=torch.uint8, generator=rng)
+    scales = torch.rand(64, -(-k // 32), generator=rng) * 0.1
+    return marlin.pack(codes, scales, group_size=32, dtype=dtype, **options)
+
+
+def calls():
+    """Each operation by name: its public function and good arguments."""
+    cache = draw(2, 2, 5, 4, 2, 16)
+    step = pa.AttentionMetadata.build([[1, 2], [3]], [6, 3], [3, 1], 4)
+    query, key = draw(4, 4, 16), draw(4, 2, 16)
+    one, two = torch.tensor([1]), torch.tensor([2])
+    options = {"sliding_window": 3, "soft_cap": 2.0, "sinks": draw(4)}
+    rotary = (query, key, torch.arange(4), draw(8, 16))
+    permutation = torch.arange(64).flip(0) // 32
+    return {
+        "w4a16_matmul": (marlin.w4a16_matmul, (draw(3, 64), packed(torch.float32), draw(64)), {}),
+        "w4a16_matmul int4": (
+            marlin.w4a16_matmul, (draw(2, 3, 64, dtype=torch.bfloat16), packed(torch.bfloat16)), {},
+        ),
+        "w4a16_matmul act-order": (
+            marlin.w4a16_matmul, (draw(3, 64), packed(torch.float32, g_idx=permutation)), {},
+        ),
+        "w4a16_matmul no rows": (marlin.w4a16_matmul, (draw(0, 64), packed(torch.float32)), {}),
+        "write_kv": (pa.write_kv, (key, key, cache[0, 0].clone(), cache[0, 1].clone(),
+                                   step.slot_mapping), {}),
+        "attend": (pa.attend, (query, cache[0, 0], cache[0, 1], step), {}),
+        "attend options": (pa.attend, (query, cache[0, 0], cache[0, 1], step), options),
+        "copy_blocks": (pa.copy_blocks, (cache, one, two), {}),
+        "swap_blocks": (pa.swap_blocks, (cache, cache.clone(), one, two), {}),
+        "rms_norm": (general.rms_norm, (draw(3, 8), draw(8), 1e-5), {}),
+        "add_rms_norm": (general.rms_norm, (draw(3, 8), draw(8), 1e-5, draw(3, 8)), {}),
+        "rotary_embedding": (general.rotary_embedding, rotary, {}),
+        "silu_mul": (general.silu_mul, (draw(3, 8),), {}),
+    }  # fmt: skip
+
+
+class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+    """Keeps the billfish operations that pass, with their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "billfish":
+            self.seen.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", calls())
+def test_opcheck(name):
+    function, arguments, options = calls()[name]
+    with Recorder() as recorder:
+        function(*arguments, **options)
+    ((op, args, kwargs),) = recorder.seen
+    assert op.name() == f"billfish::{name.split()[0]}"
+    opcheck(op, args, kwargs)
+
+
+def outputs(result):
+    return [] if result is None else [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+@pytest.mark.parametrize("name", calls())
+def test_fake_tensors_have_the_shapes_and_strides_of_real_ones(name):
+    function, arguments, options = calls()[name]
+    real = outputs(function(*arguments, **options))
+    with Recorder() as recorder:
+        function(*arguments, **options)
+    op, args, kwargs = recorder.seen[0]
+    with FakeTensorMode() as mode:
+        to_fake = lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x  # noqa: E731
+        fake_args, fake_kwargs = torch.utils._pytree.tree_map(to_fake, (args, kwargs))
+        fake = outputs(op(*fake_args, **fake_kwargs))
+    for one, other in zip(fake, real, strict=True):
+        assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+
+
+def layer(x, weight, norm, cos_sin, cache, step):
+    """A step of a small model: every operation of a layer, by its public function."""
+    hidden, residual = general.rms_norm(x, norm, 1e-5, x)
+    qkv = marlin.w4a16_matmul(hidden, weight).view(-1, 8, 8)
+    positions = torch.arange(x.shape[0])
+    query, key = general.rotary_embedding(qkv[:, :4], qkv[:, 4:6], positions, cos_sin)
+    pa.write_kv(key, qkv[:, 6:], cache[1, 0], cache[1, 1], step.slot_mapping)
+    attended = pa.attend(query, cache[1, 0], cache[1, 1], step).flatten(1)
+    pa.copy_blocks(cache, torch.tensor([1]), torch.tensor([4]))
+    return general.silu_mul(attended), residual
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compile_without_a_graph_break(backend, dtype):
+    step = pa.AttentionMetadata.build([[1, 2], [3]], [5, 2], [5, 2], 4)
+    cache = draw(2, 2, 5, 4, 2, 8, dtype=dtype)
+    inputs = (draw(7, 64, dtype=dtype), packed(dtype), draw(64, dtype=dtype), draw(8, 8))
+    expected_cache = cache.clone()
+    expected = layer(*inputs, expected_cache, step)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    for got, wanted in zip(compiled(*inputs, cache, step), expected, strict=True):
+        assert torch.equal(got, wanted)
+    assert torch.equal(cache, expected_cache)
+    assert not torch.equal(cache[:, :, 4], draw(2, 2, 5, 4, 2, 8, dtype=dtype)[:, :, 4])
+
+
+def test_errors_keep_their_type_under_compile():
+    torch.compiler.reset()
+    compiled = torch.compile(general.silu_mul, backend="eager")
+    with pytest.raises(KernelArgumentError, match="gate_up"):
+        compiled(torch.zeros(2, 7))

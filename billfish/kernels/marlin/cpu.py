@@ -72,15 +72,15 @@ def pack(
     *,
     group_size: int,
     dtype: torch.dtype,
-    by_column: bool,
+    g_idx: Tensor | None,
 ) -> dict[str, Any]:
     """The fields of a PackedWeight that belong to the layout.
 
-    codes are in stored order; by_column says that their groups are not contiguous.
+    codes are in stored order; g_idx is given where that order does not make groups contiguous.
     """
     n, k = codes.shape
     group = _int4_group(k, group_size)
-    int4 = dtype == torch.bfloat16 and not by_column and group and int4_block_rows()
+    int4 = dtype == torch.bfloat16 and g_idx is None and group and int4_block_rows()
     block = int4_block_rows() if int4 else _nibble_block_rows(n, k)
     rows = -(-n // block) * block
     shift = _shift(scales.float(), zeros, None if offsets is None else offsets.float())

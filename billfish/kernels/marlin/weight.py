@@ -1,5 +1,6 @@
 """INT4 weights, packed once for the device and the activation dtype that will multiply them."""
 
+import importlib
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -72,7 +73,9 @@ class PackedWeight:
         Codes and zeros are bit for bit those that were packed, columns in the original order;
         scales are those given, rounded to dtype; offsets are as multiplied (see `pack`).
         """
-        return cpu.unpack(self)
+        result: tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+        result = _layouts(self.device).unpack(self)
+        return result
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """W [n, k] in `dtype` (by default that of activations), computed in at least float32."""
@@ -131,14 +134,19 @@ def pack(
     zero_point = (
         "offset" if offsets is not None else "integer" if zeros is not None else "symmetric"
     )
-    layout = cpu.pack(
+    layout = _layouts(codes.device).pack(
         codes, scales, zeros, offsets,
-        group_size=group_size, dtype=dtype, by_column=g_idx is not None and perm is None,
+        group_size=group_size, dtype=dtype, g_idx=g_idx if perm is None else None,
     )  # fmt: skip
-    return PackedWeight(
-        n=n, k=k, group_size=group_size, dtype=dtype, zero_point=zero_point, g_idx=g_idx, perm=perm,
-        **layout,
-    )  # fmt: skip
+    own = {"g_idx": g_idx, "perm": perm, **layout}
+    return PackedWeight(n=n, k=k, group_size=group_size, dtype=dtype, zero_point=zero_point, **own)
+
+
+def _layouts(device: torch.device) -> Any:
+    """The module that packs and unpacks for this kind of device; that of GPUs needs triton."""
+    if device.type == "cpu":
+        return cpu
+    return importlib.import_module("billfish.kernels.marlin.gpu")
 
 
 def _num_groups(k: int, group_size: int) -> int:

@@ -114,7 +114,7 @@ def _decode_batch(
         query = query.index_select(0, tokens)
     slots, mask = _slots(block_table, seq_lens.unsqueeze(1), block_size, padded)
     k, v = (_tokens(c, slots).view(count, padded, *c.shape[2:]) for c in (k_cache, v_cache))
-    q = query.unflatten(1, (kv_heads, -1))
+    q = query.view(count, kv_heads, -1, query.shape[2])
     sink = None if settings.sinks is None else settings.sinks.view(kv_heads, -1, 1)
     mask = mask.view(count, 1, 1, padded)
     y = _attention(q, k.transpose(1, 2), v.transpose(1, 2), mask, settings, sink).flatten(1, 2)
@@ -129,7 +129,7 @@ def _slots(
 ) -> tuple[Tensor, Tensor]:
     """Slot of each token, int64 [B * padded], past the end that of the first; and what is real."""
     blocks = block_table[:, : -(-padded // block_size)].long() * block_size
-    slots = (blocks.unsqueeze(2) + torch.arange(block_size)).flatten(1)
+    slots = (blocks.unsqueeze(2) + torch.arange(block_size)).view(len(blocks), -1)
     slots = (
         slots[:, :padded] if slots.shape[1] >= padded else pad(slots, (0, padded - slots.shape[1]))
     )
@@ -156,7 +156,7 @@ def _decode_one(
     first = 0 if settings.window is None else max(0, seq_len - settings.window)
     k, v = (_range(c, blocks, first, seq_len).transpose(0, 1)[None] for c in (k_cache, v_cache))
     sink = None if settings.sinks is None else settings.sinks.view(kv_heads, -1, 1)
-    q = query.unflatten(0, (kv_heads, -1))[None]
+    q = query.view(1, kv_heads, -1, query.shape[1])
     out.copy_(_attention(q, k, v, None, settings, sink)[0].flatten(0, 1))
 
 
@@ -165,13 +165,13 @@ def _prefill(
     settings: _Settings, out: Tensor,
 ) -> None:  # fmt: skip
     """One request, its queries a tile at a time. query and out: [L, H, D], the last L tokens."""
-    length, heads, _ = query.shape
+    length, heads, head_dim = query.shape
     before = seq_len - length
     window = settings.window or seq_len
     kv_heads = k_cache.shape[2]
     first = max(0, before - window + 1)
     k, v = (_range(c, blocks, first, seq_len).transpose(0, 1) for c in (k_cache, v_cache))
-    grouped = query.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+    grouped = query.view(length, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     sink = None if settings.sinks is None else settings.sinks.view(kv_heads, -1, 1, 1)
     tile = min(_QUERY_TILE, max(1, _SCORES // (heads * seq_len)))
     for start in range(max(0, -before), length, tile):
@@ -184,7 +184,7 @@ def _prefill(
             mask &= seen > position - window
         keys, values = (t[:, None, low - first : high - first] for t in (k, v))
         y = _attention(grouped[:, :, start:stop], keys, values, mask, settings, sink)
-        out[start:stop].unflatten(1, (kv_heads, -1)).copy_(y.permute(2, 0, 1, 3))
+        out[start:stop].view(stop - start, kv_heads, -1, head_dim).copy_(y.permute(2, 0, 1, 3))
 
 
 def _range(cache: Tensor, blocks: Tensor, first: int, last: int) -> Tensor:

@@ -7,7 +7,9 @@ from importlib.metadata import PackageNotFoundError, version
 from rich.console import Console
 from rich.table import Table
 
-PACKAGES = ("billfish", "torch", "triton", "numpy", "tokenizers", "jinja2")
+from billfish.version import __version__
+
+PACKAGES = ("torch", "triton", "numpy", "tokenizers", "jinja2")
 
 
 def command() -> None:
@@ -15,6 +17,7 @@ def command() -> None:
     import torch
 
     table = Table(show_header=False, box=None)
+    table.add_row("billfish", __version__)
     table.add_row("python", platform.python_version())
     table.add_row("system", f"{platform.system()} {platform.machine()}")
     for name in PACKAGES:

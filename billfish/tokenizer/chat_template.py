@@ -7,7 +7,7 @@ import jinja2
 from jinja2.sandbox import SecurityError
 
 from billfish.errors import CheckpointError, InvalidRequestError
-from billfish.tokenizer.sandbox import MAX_TEXT, BoundedEnvironment, start_budget
+from billfish.tokenizer.sandbox import MAX_TEXT, BoundedEnvironment, rendering
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_MESSAGES = 10_000
@@ -56,11 +56,11 @@ class ChatTemplate:
         template refuses them, and CheckpointError when the template exceeds a bound of the sandbox.
         """
         check_messages(messages)
-        start_budget()
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt
-            )
+            with rendering():
+                return self._template.render(
+                    messages=messages, add_generation_prompt=add_generation_prompt
+                )
         except (SecurityError, RecursionError, MemoryError) as error:
             raise CheckpointError(self._path, f"rendering: {error}", tensor=_KEY) from None
         except Exception as error:  # the template is a program: it may raise anything

@@ -10,7 +10,8 @@ known beforehand (formatting, padding, powers) are not offered; chat templates h
 import functools
 import json
 import time
-from collections.abc import Callable, ItemsView, Iterable, KeysView, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Sequence, ValuesView
+from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import islice
 from typing import Any
@@ -67,7 +68,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Compiles chat templates with the functions and tags that published ones rely on:
     raise_exception, strftime_now, tojson, break and continue, and generation blocks.
 
-    Call `start_budget` before each rendering; exceeding a bound raises jinja2's SecurityError.
+    Render within `rendering()`; exceeding a bound raises jinja2's SecurityError.
     """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -76,7 +77,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            # Folding constants would run parts of the template at load, outside any budget.
+            # Folding constants would run parts of the template at load. Where Jinja folds all the
+            # same, it meets a measure, which fails outside of `rendering`, and leaves it be.
             optimized=False,
             extensions=[LoopControlExtension, _GenerationExtension],
         )
@@ -130,9 +132,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return measured(list(result) if isinstance(result, views) else result)
 
 
-def start_budget() -> None:
-    """Give the next rendering, in this thread, its steps and its time."""
-    _budget.set(_Budget())
+@contextmanager
+def rendering() -> Iterator[None]:
+    """Give one rendering, in this thread, its steps and its time."""
+    token = _budget.set(_Budget())
+    try:
+        yield
+    finally:
+        _budget.reset(token)
 
 
 def measured(value: Any) -> Any:

@@ -104,7 +104,8 @@ def test_long_lines_cost_no_square_of_their_length(pre):
     metadata = byte_level([("<s>", CONTROL)], pre=pre, bos_token_id=257)
     tokenizer = from_gguf(metadata, "f")
     size = 200_000  # at this size a quadratic rule takes many minutes
-    for text in (" " * size + "x", "a" * size, "\t\n" * (size // 2), "1" * size, "<" * size):
+    spaces = [" " * size + end for end in ("x", "1", "漢")]
+    for text in (*spaces, "a" * size, "\t\n" * (size // 2), "1" * size, "<" * size):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 

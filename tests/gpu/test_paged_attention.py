@@ -114,6 +114,21 @@ def exact(case, scale=None, sliding_window=None, soft_cap=None, sinks=None):
     return out, bound + unit * out.abs() + 1e-6
 
 
+@pytest.fixture(params=["best", "portable"])
+def kernels(request, monkeypatch):
+    """Run a test with the kernels that this GPU gets, and with the portable ones."""
+    from billfish.kernels.paged_attention import gpu, planner
+
+    if request.param == "portable":
+        if not planner.is_hopper(torch.device("cuda")):
+            pytest.skip("the best kernels for this GPU are the portable ones")
+        for module in (gpu, planner):
+            monkeypatch.setattr(module, "is_hopper", lambda device: False)
+
+
+both = pytest.mark.usefixtures("kernels")
+
+
 def check(case, out=None, **options):
     if out is None:
         out = attend(case.query, case.k_cache, case.v_cache, case.metadata, **options)
@@ -140,6 +155,7 @@ def planned(case, **options):
 EDGES = [0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 257, 1023, 1024, 1025, 4097]
 
 
+@both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "seq_lens",
@@ -158,11 +174,13 @@ def test_decode(seq_lens, dtype):
     check(make_case(seq_lens, [1] * len(seq_lens), dtype=dtype))
 
 
+@both
 @pytest.mark.parametrize("others", [0, 63])
 def test_decode_131072(others):
     check(make_case([131072] + [1] * others, [1] * (others + 1), heads=4, kv_heads=1))
 
 
+@both
 @pytest.mark.parametrize("kv_heads", [1, 8, 32])
 def test_decode_llama_heads(kv_heads):
     check(make_case([1000, 3000, 17], [1, 1, 1], heads=32, kv_heads=kv_heads))
@@ -171,22 +189,26 @@ def test_decode_llama_heads(kv_heads):
 MIXED = ([70, 300, 129, 1, 0, 1030, 2100], [1, 200, 3, 1, 1, 1, 17])
 
 
+@both
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 6, 7, 8, 16, 64])
 def test_groups(group):
     check(make_case(*MIXED, heads=2 * group, kv_heads=2))
 
 
+@both
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_head_dims(head_dim, dtype):
     check(make_case(*MIXED, head_dim=head_dim, dtype=dtype))
 
 
+@both
 @pytest.mark.parametrize("block_size", [1, 3, 8, 32, 64, 100, 256])
 def test_block_sizes(block_size):
     check(make_case(*MIXED, block_size=block_size))
 
 
+@both
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("most", [2, 4, 16])
 def test_few_tokens(most, group):
@@ -228,6 +250,7 @@ OPTIONS = [
 ]
 
 
+@both
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options(options):
     if "sinks" in options:
@@ -237,6 +260,7 @@ def test_options(options):
     check(make_case([9000, 5, 0, 64], [1, 1, 1, 1]), **options)
 
 
+@both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_huge_logits(dtype):
     case = make_case(*MIXED, dtype=dtype, logits=3000.0)
@@ -244,6 +268,7 @@ def test_huge_logits(dtype):
     check(case, soft_cap=20.0)  # |logit| / cap far above 100
 
 
+@both
 def test_tokens_of_no_request_get_zeros():
     for lens, queries in (MIXED, ([70, 9], [1, 1]), ([300, 300], [200, 200]), ([], [])):
         case = make_case(lens, queries, extra_tokens=5)
@@ -252,6 +277,7 @@ def test_tokens_of_no_request_get_zeros():
         assert not out[-5:].any()
 
 
+@both
 def test_shared_and_repeated_blocks():
     case = make_case([320, 320, 320, 100], [1, 40, 1, 1])
     table = case.metadata.block_table
@@ -269,6 +295,7 @@ def test_strided_query_and_caches():
     check(Case(wide[:, :8], caches[:, 0], caches[:, 1], case.metadata))
 
 
+@both
 def test_same_bits_every_time():
     case = make_case([32768, 9000, 1, 700, 64] + [300] * 30, [1] * 35, heads=32, kv_heads=8)
     _, case = planned(case)
@@ -279,6 +306,7 @@ def test_same_bits_every_time():
     check(case, first)
 
 
+@both
 @pytest.mark.parametrize("programs", [1, 7, 100, 264, 1000])
 def test_plans(programs):
     plan, case = planned(make_case(EDGES, [1] * len(EDGES)), num_programs=programs)
@@ -294,6 +322,7 @@ def test_plan_of_another_window_is_not_used():
     check(case, sliding_window=100)
 
 
+@both
 def test_plan_updated_while_in_flight():
     first = make_case([5000, 3000, 64], [1, 1, 1])
     plan, first = planned(first)
@@ -311,6 +340,7 @@ def test_plan_is_too_small():
         plan.update(make_case([5, 5], [1, 1]).metadata)
 
 
+@both
 def test_batch_invariant():
     alone = make_case([3000], [1], heads=32, kv_heads=8)
     _, alone = planned(alone, batch_invariant=True)
@@ -326,6 +356,7 @@ def test_batch_invariant():
     check(crowd, many)
 
 
+@both
 @pytest.mark.parametrize("with_plan", [True, False])
 def test_graph_captured_at_the_maximum(with_plan):
     """Captured with eight requests, replayed with fewer (seq_len 0 pads) and with none."""
@@ -355,6 +386,7 @@ def test_graph_captured_at_the_maximum(with_plan):
     assert not out[3:].any()
 
 
+@both
 def test_caches_beyond_32_bits():
     """High blocks hold the data; blocks whose addresses are equal modulo 2^32 hold NaN."""
     shape = (1, 2, 262144 + 64, 16, 8, 128)  # K and V have more than 2^32 elements each

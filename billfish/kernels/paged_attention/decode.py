@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from billfish.kernels.paged_attention.planner import (
+    BORDER,
     Scoring,
     Workspace,
     first_tile,
@@ -170,10 +171,11 @@ def _decode_kernel(
     split = tl.program_id(0) // (ROW_BLOCKS * HKV)
     num_splits = tl.num_programs(0) // (ROW_BLOCKS * HKV)
     head0 = head * GROUP
-    r = tl.load(borders + 2 * split)
-    tile = tl.load(borders + 2 * split + 1)
-    last_r = tl.load(borders + 2 * split + 2)
-    last_tile = tl.load(borders + 2 * split + 3)
+    border = borders + split * BORDER
+    r = tl.load(border)
+    tile = tl.load(border + 1)
+    last_r = tl.load(border + BORDER)
+    last_tile = tl.load(border + BORDER + 1)
     GP: tl.constexpr = triton.next_power_of_2(GROUP)
     if row_block == 0:
         zero_rows(

@@ -6,12 +6,15 @@ from torch import Tensor
 from billfish.errors import KernelArgumentError
 from billfish.kernels._library import bad_argument
 from billfish.kernels.paged_attention import block_copy, cache_write, decode, prefill, swap
-from billfish.kernels.paged_attention.planner import DecodePlan, Scoring, Workspace
+from billfish.kernels.paged_attention.planner import DecodePlan, Scoring, Workspace, is_hopper
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 MAX_BLOCK_SIZE = 256
 MAX_DECODE_LEN = 16
 """Steps whose requests all have at most this many new tokens need no prefill kernel."""
+
+OVERLAP_TOKENS = 2**18
+"""Steps with more KV than this gain nothing from starting while the kernel ahead drains."""
 
 
 def write_kv(
@@ -49,7 +52,8 @@ def attend(
     num_requests = seq_lens.shape[0]
     scoring = Scoring(scale, sliding_window, soft_cap, sinks)
     step = (query, k_cache, v_cache, block_table, seq_lens, query_start, out, scoring)
-    decode_len = planned_len if plan else _decode_len(max_query_len, num_heads // k_cache.shape[2])
+    group = num_heads // k_cache.shape[2]
+    decode_len = planned_len if plan else _decode_len(max_query_len, group)
     if max_query_len > decode_len and num_tokens == num_requests * max_query_len:
         decode_len = 0  # all requests have as many new tokens: none is short
     with torch.cuda.device(query.device):
@@ -60,11 +64,18 @@ def attend(
                 own = DecodePlan.allocate(
                     max_requests=num_requests, num_heads=num_heads,
                     num_kv_heads=k_cache.shape[2], head_dim=head_dim, max_query_len=decode_len,
-                    sliding_window=sliding_window, device=query.device,
+                    sliding_window=sliding_window, block_size=k_cache.shape[1],
+                    device=query.device,
                 )  # fmt: skip
                 own.split(seq_lens, query_start)
                 workspace = own.workspace
-            decode.decode(*step, workspace, max_query_len=decode_len)
+            if _runs_hopper_decode(k_cache, v_cache, decode_len * group):
+                from billfish.kernels.paged_attention import hopper_decode
+
+                overlap = bool(plan) and num_requests * max_seq_len <= OVERLAP_TOKENS
+                hopper_decode.decode(*step, workspace, max_query_len=decode_len, overlap=overlap)
+            else:
+                decode.decode(*step, workspace, max_query_len=decode_len)
         if max_query_len > decode_len or not num_requests:
             prefill.prefill(*step, decoded_len=decode_len)
     return out
@@ -85,6 +96,14 @@ def swap_blocks(
             got = f"ids from {int(blocks.min())} to {int(blocks.max())}"
             raise bad_argument(name, got, f"0 to {cache.shape[2] - 1}")
     swap.swap(src_cache, dst_cache, src_blocks, dst_blocks)
+
+
+def _runs_hopper_decode(k_cache: Tensor, v_cache: Tensor, packed_rows: int) -> bool:
+    if not is_hopper(k_cache.device):
+        return False
+    from billfish.kernels.paged_attention import hopper_decode
+
+    return hopper_decode.supports(k_cache, v_cache, packed_rows)
 
 
 def _decode_len(max_query_len: int, group: int) -> int:

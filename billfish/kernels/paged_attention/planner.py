@@ -11,6 +11,7 @@ plan may be updated inside a captured CUDA graph.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -19,12 +20,15 @@ import triton.language as tl
 from torch import Tensor
 
 from billfish.errors import KernelArgumentError
+from billfish.kernels.gluon_compat import gluon_supported
 from billfish.kernels.paged_attention.metadata import AttentionMetadata
 
-SEGMENT_CHARGE = 2
+SEGMENT_CHARGE = 4
 """What the start and end of a request cost a program, in tiles."""
 
-PROGRAMS_PER_SM = 2
+BORDER: tl.constexpr = tl.constexpr(8)
+"""Fields of a border, padded: the lengths save the kernel a round trip to memory."""
+
 _SPLITS_AT_ONCE = 8
 _REQUESTS_AT_ONCE = 256
 
@@ -58,7 +62,8 @@ def _plan_kernel(
     KV_TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, CHARGE: tl.constexpr, WHOLE: tl.constexpr,
     SPLITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """borders[c] = (request, tile) where part c begins; parts[r] = (first, last) part of request r.
+    """borders[c] = (request, tile, KV length, first and last + 1 new token of that request, ...)
+    where part c begins; parts[r] = (first, last) part of request r.
 
     Every program repeats the prefix sums, which are short, rather than wait for another.
     """
@@ -104,8 +109,16 @@ def _plan_kernel(
     if WHOLE:
         tile = tile * 0  # each request in the part that it lies in
     tile = tl.where(request < num_requests, tile, 0)
-    tl.store(borders + 2 * split, request, mask=split <= num_splits)
-    tl.store(borders + 2 * split + 1, tile.to(tl.int32), mask=split <= num_splits)
+    border = borders + BORDER * split
+    real = (split <= num_splits) & (request < num_requests)
+    kv_len = tl.load(seq_lens + request, mask=real, other=0)
+    begin = tl.load(query_start + request, mask=real, other=0)
+    end = tl.load(query_start + request + 1, mask=real, other=0)
+    tl.store(border, request, mask=split <= num_splits)
+    tl.store(border + 1, tile.to(tl.int32), mask=split <= num_splits)
+    tl.store(border + 2, kv_len, mask=split <= num_splits)
+    tl.store(border + 3, begin, mask=split <= num_splits)
+    tl.store(border + 4, end, mask=split <= num_splits)
 
 
 class Scoring(NamedTuple):
@@ -120,7 +133,7 @@ class Scoring(NamedTuple):
 class Workspace(NamedTuple):
     """Device memory of a plan: P parts, R requests, B blocks of ROWS packed query rows.
 
-    borders int32 [P + 1, 2]; parts int32 [R, 2]; acc float32 [P, HKV, B, 2, ROWS, padded head
+    borders int32 [P + 1, 8]; parts int32 [R, 2]; acc float32 [P, HKV, B, 2, ROWS, padded head
     dim]; sums float32 [P, HKV, B, 2, 2, ROWS]; arrivals int32 [R, HKV, B], 0 between launches.
     """
 
@@ -161,25 +174,27 @@ class DecodePlan:
         max_query_len: int = 1,
         sliding_window: int | None = None,
         batch_invariant: bool = False,
+        block_size: int = 16,
         num_programs: int | None = None,
         device: torch.device | str = "cuda",
     ) -> "DecodePlan":
         """A plan for steps of at most max_requests requests; `nbytes` is all it will ever take.
 
-        num_programs: how many programs of the decode kernel run at once; by default
-        PROGRAMS_PER_SM for each multiprocessor.
+        block_size: of the cache. num_programs: how many programs of the decode kernel share the
+        work; by default as many as run at once.
         """
-        if num_programs is None:
-            sms = torch.cuda.get_device_properties(device).multi_processor_count
-            num_programs = PROGRAMS_PER_SM * sms
         padded_dim = triton.next_power_of_2(head_dim)
         packed = max_query_len * (num_heads // num_kv_heads)
+        if num_programs is None:
+            hopper = is_hopper(torch.device(device)) and hopper_covers(head_dim, block_size, packed)
+            sms = torch.cuda.get_device_properties(device).multi_processor_count
+            num_programs = sms if hopper else 2 * sms
         rows = min(max(triton.next_power_of_2(packed), 16), 64 if padded_dim <= 128 else 32)
         row_blocks = triton.cdiv(packed, rows)
         splits = _round_splits(max(1, num_programs // (num_kv_heads * row_blocks)))
         slots = (splits, num_kv_heads, row_blocks, 2)
         workspace = Workspace(
-            borders=torch.empty(splits + 1, 2, dtype=torch.int32, device=device),
+            borders=torch.empty(splits + 1, BORDER.value, dtype=torch.int32, device=device),
             parts=torch.empty(max_requests, 2, dtype=torch.int32, device=device),
             acc=torch.empty(*slots, rows, padded_dim, dtype=torch.float32, device=device),
             sums=torch.empty(*slots, 2, rows, dtype=torch.float32, device=device),
@@ -207,11 +222,15 @@ class DecodePlan:
         )
 
     def update(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        """Plan a step, in one small launch; the metadata with this plan in place of its like.
+        """Plan a step, in two small launches; the metadata with this plan in place of its like.
 
-        Raises KernelArgumentError: more requests than the plan was allocated for.
+        The metadata must not change after that. Raises KernelArgumentError: more requests than the
+        plan was allocated for.
         """
         self.split(metadata.seq_lens, metadata.query_start)
+        # No count outlives a step that was broken off. Also, it puts a kernel between this plan
+        # and the first decode kernel, which may read the plan before the one ahead has ended.
+        self.workspace.arrivals.zero_()
         others = tuple(plan for plan in metadata.plans if not self._is_like(plan))
         return replace(metadata, plans=(*others, self))
 
@@ -236,6 +255,18 @@ class DecodePlan:
             CHARGE=SEGMENT_CHARGE, WHOLE=self.batch_invariant,
             SPLITS=_SPLITS_AT_ONCE, CHUNK=_REQUESTS_AT_ONCE,
         )  # fmt: skip
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether the Gluon kernels for Hopper run on a device with the installed Triton."""
+    return gluon_supported() and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def hopper_covers(head_dim: int, block_size: int, packed_rows: int) -> bool:
+    """Whether `hopper_decode` has a kernel for such a cache and so many packed query rows."""
+    blocks = block_size in (8, 16, 32) or block_size % 64 == 0
+    return head_dim in (64, 128) and blocks and packed_rows <= 16
 
 
 def kv_tile(workspace: Workspace) -> int:

@@ -180,4 +180,4 @@ def _tiling(padded_dim: int) -> tuple[int, int, int, int]:
         return 128, 64, 4, 3
     if padded_dim <= 128:
         return 128, 64, 8, 3
-    return 64, 32, 4, 3
+    return 64, 32, 8, 2

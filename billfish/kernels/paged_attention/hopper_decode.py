@@ -1,0 +1,561 @@
+"""Decode for Hopper (sm_90a) in Gluon: the work of `decode`, fed by the copy engine.
+
+One program a multiprocessor. A producer warp walks the block table and asks TMA for one box a
+block, into a circular queue of tiles that takes most of shared memory: some 190 KB in flight
+whatever the lengths, across the ends of requests. Four warps consume the tiles: each attends to its
+own quarter of a tile's keys with mma.sync, so that a tile costs no exchange between warps; they are
+merged once a request. Parts, partial results and their order are those of `decode`.
+"""
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from billfish.kernels.gluon_compat import aggregate, barrier
+from billfish.kernels.paged_attention.planner import (
+    BORDER,
+    Scoring,
+    Workspace,
+    hopper_covers,
+    kv_tile,
+)
+from billfish.kernels.paged_attention.tile import LOG2E, NO_SCORE
+
+WARPS = gl.constexpr(4)
+ROWS = gl.constexpr(16)
+QUEUE_BYTES = 192 * 1024
+PRODUCER_REGISTERS = 40
+
+
+@aggregate
+class Queue:
+    """Tiles of K and V in shared memory. A stage is full when all its bytes have arrived."""
+
+    k_desc: tma.tensor_descriptor
+    v_desc: tma.tensor_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.jit
+    def advance(self, stage, phase):
+        stage += 1
+        wrapped = stage == self.STAGES
+        return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
+
+
+@aggregate
+class Work:
+    """The part of a program: from (r, tile) to (last_r, last_tile), for one KV head."""
+
+    block_table: gl.tensor
+    seq_lens: gl.tensor
+    query_start: gl.tensor
+    num_requests: gl.tensor
+    table_stride: gl.tensor
+    max_query_len: gl.tensor
+    window: gl.tensor
+    head: gl.tensor
+    r: gl.tensor
+    tile: gl.tensor
+    last_r: gl.tensor
+    last_tile: gl.tensor
+    kv_len: gl.tensor
+    begin: gl.tensor
+    end: gl.tensor
+    TILE: gl.constexpr
+    HAS_WINDOW: gl.constexpr
+
+    @gluon.jit
+    def unfinished(self, r, tile):
+        return (r < self.last_r) | ((r == self.last_r) & (tile < self.last_tile))
+
+    @gluon.jit
+    def after(self, r):
+        """KV length and last + 1 new token of the request after r, asked for ahead of time."""
+        kv_len = gl.load(self.seq_lens + gl.minimum(r + 1, self.num_requests - 1))
+        end = gl.load(self.query_start + gl.minimum(r + 2, self.num_requests))
+        return kv_len, end
+
+    @gluon.jit
+    def first_key(self, kv_len, query_len):
+        """The first key that any query of a request sees."""
+        if self.HAS_WINDOW:
+            return gl.maximum(kv_len - query_len + 1 - self.window, 0)
+        else:
+            return kv_len * 0
+
+    @gluon.jit
+    def tiles(self, kv_len, query_len):
+        """As `planner.request_tiles`."""
+        first = self.first_key(kv_len, query_len) // self.TILE
+        tiles = gl.maximum((kv_len + self.TILE - 1) // self.TILE - first, 1)
+        return gl.where((query_len > 0) & (query_len <= self.max_query_len), tiles, 0)
+
+    @gluon.jit
+    def stop(self, r, tiles):
+        return gl.where(r < self.last_r, tiles, self.last_tile)
+
+
+@gluon.jit
+def _produce(work, queue, BLOCK_SIZE: gl.constexpr, D: gl.constexpr, PDL: gl.constexpr):
+    BOX: gl.constexpr = queue.k_desc.block_shape[0]
+    BOXES: gl.constexpr = work.TILE // BOX  # a tile
+    PER_BLOCK: gl.constexpr = BLOCK_SIZE // BOX
+    TILES: gl.constexpr = 32 // BOXES  # whose boxes the lanes of the warp hold
+    DTYPE: gl.constexpr = queue.k_desc.dtype
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    column = work.head * D
+    nowhere = queue.k_desc.shape[0]  # past the cache: TMA fills with zeros and reads nothing
+    if PDL:
+        gdc_launch_dependents()
+    stage = 0
+    phase = 1  # a fresh barrier counts as having completed the phase before
+    r = work.r
+    tile = work.tile
+    kv_len = work.kv_len
+    begin = work.begin
+    end = work.end
+    while work.unfinished(r, tile):
+        next_len, next_end = work.after(r)
+        tiles = work.tiles(kv_len, end - begin)
+        stop = work.stop(r, tiles)
+        if stop > tile:
+            first_key = work.first_key(kv_len, end - begin)
+            first = first_key // work.TILE
+            table = work.block_table + r.to(gl.int64) * work.table_stride
+            low = first_key // BOX
+            high = (kv_len + BOX - 1) // BOX
+            box = (first + tile) * BOXES + lane
+            now = _box_rows(table, box, low, high, nowhere, PER_BLOCK, BOX)
+            ahead = _box_rows(table, box + 32, low, high, nowhere, PER_BLOCK, BOX)
+            if PDL:
+                # What was read so far was complete before the kernel ahead of this one began.
+                gdc_wait()
+            used = 0
+            for j in range(first + tile, first + stop):
+                if used == TILES:
+                    used = 0
+                    now = ahead
+                    box = (j + TILES) * BOXES + lane
+                    ahead = _box_rows(table, box, low, high, nowhere, PER_BLOCK, BOX)
+                mbarrier.wait(queue.empty.index(stage), phase)
+                bar = queue.full.index(stage)
+                mbarrier.expect(bar, 2 * work.TILE * D * DTYPE.primitive_bitwidth // 8)
+                k = queue.k.index(stage)._reinterpret(DTYPE, [BOXES, BOX, D], queue.k_desc.layout)
+                v = queue.v.index(stage)._reinterpret(DTYPE, [BOXES, BOX, D], queue.v_desc.layout)
+                for b in gl.static_range(BOXES):
+                    row = gl.sum(gl.where(lane == used * BOXES + b, now, 0), 0)
+                    at = [row, column]
+                    tma.async_copy_global_to_shared(queue.k_desc, at, bar, k.index(b))
+                    tma.async_copy_global_to_shared(queue.v_desc, at, bar, v.index(b))
+                used += 1
+                stage, phase = queue.advance(stage, phase)
+        r += 1
+        tile = tile * 0
+        kv_len = next_len
+        begin = end
+        end = next_end
+
+
+@gluon.jit
+def _box_rows(table, box, low, high, nowhere, PER_BLOCK: gl.constexpr, BOX: gl.constexpr):
+    """Rows of the cache where boxes begin; boxes outside [low, high) lie past the cache."""
+    here = (box >= low) & (box < high)
+    block = gl.load(table + box // PER_BLOCK, mask=here, other=0)
+    return gl.where(here, (block * PER_BLOCK + box % PER_BLOCK) * BOX, nowhere)
+
+
+@aggregate
+class Rows:
+    """Where queries come from, where results go, and what happens to the scores."""
+
+    query: gl.tensor
+    out: gl.tensor
+    sinks: gl.tensor
+    parts: gl.tensor
+    acc: gl.tensor
+    sums: gl.tensor
+    arrivals: gl.tensor
+    num_tokens: gl.tensor
+    token_stride: gl.tensor
+    head_stride: gl.tensor
+    scale: gl.tensor
+    soft_cap: gl.tensor
+    HKV: gl.constexpr
+    GROUP: gl.constexpr
+    D: gl.constexpr
+    USED: gl.constexpr
+    HAS_CAP: gl.constexpr
+    HAS_SINKS: gl.constexpr
+
+    @gluon.jit
+    def store(self, top, total, acc, head, begin, end):
+        """Normalize packed rows and store them; a sink joins the denominator here."""
+        LAYOUT: gl.constexpr = acc.type.layout
+        row = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+        d = gl.arange(0, self.D, layout=gl.SliceLayout(0, LAYOUT))
+        q_head = head * self.GROUP + row % self.GROUP
+        live = row < (end - begin) * self.GROUP
+        if self.HAS_SINKS:
+            sink = gl.load(self.sinks + q_head, mask=live, other=0.0).to(gl.float32) * LOG2E
+            new_top = gl.maximum(top, sink)
+            decay = gl.exp2(top - new_top)
+            total = total * decay + gl.exp2(sink - new_top)
+            acc = acc * gl.expand_dims(decay, 1)
+        acc = acc / gl.expand_dims(gl.where(total > 0.0, total, 1.0), 1)
+        token = (begin + row // self.GROUP).to(gl.int64)
+        offset = (token * (self.HKV * self.GROUP) + q_head) * self.D
+        where = self.out + gl.expand_dims(offset, 1) + gl.expand_dims(d, 0)
+        mask = gl.expand_dims(live, 1) & (gl.expand_dims(d, 0) >= 0)
+        gl.store(where, acc.to(self.out.dtype.element_ty), mask=mask)
+
+    @gluon.jit
+    def leave(self, top, total, acc, slot):
+        """Store a partial result, the USED first rows of it."""
+        LAYOUT: gl.constexpr = acc.type.layout
+        row = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+        d = gl.arange(0, self.D, layout=gl.SliceLayout(0, LAYOUT))
+        offset = gl.expand_dims(row, 1) * self.D + gl.expand_dims(d, 0)
+        at = self.acc + slot.to(gl.int64) * (ROWS * self.D)
+        gl.store(at + offset, acc, mask=offset < self.USED * self.D)
+        at = self.sums + slot * (2 * ROWS) + row
+        gl.store(at, top, mask=row < self.USED)
+        gl.store(at + ROWS, total, mask=row < self.USED)
+
+    @gluon.jit
+    def combine(self, first, last, head, LAYOUT: gl.constexpr, CHUNK: gl.constexpr):
+        """Combine the partial results of parts first..last in this order; LAYOUT is 3-D."""
+        FLAT: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+        SUMS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
+        ROW: gl.constexpr = gl.SliceLayout(1, FLAT)
+        row = gl.arange(0, self.USED, layout=gl.SliceLayout(0, SUMS))
+        row_d = gl.arange(0, self.USED, layout=ROW)
+        d = gl.arange(0, self.D, layout=gl.SliceLayout(0, FLAT))
+        offset = gl.expand_dims(row_d, 1) * self.D + gl.expand_dims(d, 0)
+        top = gl.full([self.USED], NO_SCORE, gl.float32, gl.SliceLayout(0, SUMS))
+        total = gl.zeros([self.USED], gl.float32, gl.SliceLayout(0, SUMS))
+        acc = gl.zeros([self.USED, self.D], gl.float32, FLAT)
+        for start in range(first, last + 1, CHUNK):
+            part = start + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, SUMS))
+            slot = (part * self.HKV + head) * 2 + (part == first).to(gl.int32)
+            slot = gl.expand_dims(slot, 1) + gl.expand_dims(row * 0, 0)
+            here = gl.expand_dims(part <= last, 1) & (gl.expand_dims(row, 0) >= 0)
+            at = self.sums + slot * (2 * ROWS) + gl.expand_dims(row, 0)
+            # .cg: written by other multiprocessors, so not to be found in this one's L1.
+            part_top = gl.load(at, mask=here, other=NO_SCORE, cache_modifier=".cg")
+            part_total = gl.load(at + ROWS, mask=here, other=0.0, cache_modifier=".cg")
+            at = self.acc + gl.expand_dims(slot.to(gl.int64) * (ROWS * self.D), 2)
+            at = at + gl.expand_dims(offset, 0)
+            mask = gl.expand_dims(here, 2) & (gl.expand_dims(offset, 0) >= 0)
+            part_acc = gl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+            new_top = gl.maximum(top, gl.max(part_top, 0))
+            decay = gl.exp2(top - new_top)
+            weight = gl.exp2(part_top - gl.expand_dims(new_top, 0))
+            total = total * decay + gl.sum(part_total * weight, 0)
+            decay = gl.expand_dims(gl.convert_layout(decay, ROW), 1)
+            acc = acc * decay + gl.sum(part_acc * gl.expand_dims(weight, 2), 0)
+            top = new_top
+        return gl.convert_layout(top, ROW), gl.convert_layout(total, ROW), acc
+
+    @gluon.jit
+    def zero_rest(self, head, first, step, end, LAYOUT: gl.constexpr):
+        """Zero the output of tokens that belong to no request, end + first, + step, ..."""
+        row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        d = gl.arange(0, self.D, layout=gl.SliceLayout(0, LAYOUT))
+        offset = gl.expand_dims(row, 1) * self.D + gl.expand_dims(d, 0)
+        zeros = gl.zeros([ROWS, self.D], self.out.dtype.element_ty, LAYOUT)
+        token = (end + first).to(gl.int64)
+        while token < self.num_tokens:
+            at = self.out + (token * self.HKV + head) * (self.GROUP * self.D)
+            gl.store(at + offset, zeros, mask=offset < self.GROUP * self.D)
+            token += step
+
+
+@gluon.jit
+def _merge_warps(top, total, acc, USED: gl.constexpr, LAYOUT: gl.constexpr):
+    """Merge the warps' results [WARPS, ROWS]; keep 8 rows if USED are no more."""
+    D: gl.constexpr = acc.shape[2]
+    if USED <= 8:
+        # Row bit 3 lies in a register of each thread: dropping the upper rows moves nothing.
+        acc, _ = acc.reshape([WARPS, 2, 8, D]).permute([0, 2, 3, 1]).split()
+        top, _ = top.reshape([WARPS, 2, 8]).permute([0, 2, 1]).split()
+        total, _ = total.reshape([WARPS, 2, 8]).permute([0, 2, 1]).split()
+    SUMS: gl.constexpr = gl.SliceLayout(2, acc.type.layout)
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    top = gl.convert_layout(top, SUMS)
+    total = gl.convert_layout(total, SUMS)
+    all_top = gl.max(top, 0)
+    decay = gl.exp2(top - gl.expand_dims(all_top, 0))
+    all_total = gl.convert_layout(gl.sum(total * decay, 0), ROW)
+    all_acc = gl.convert_layout(gl.sum(acc * gl.expand_dims(decay, 2), 0), LAYOUT)
+    return gl.convert_layout(all_top, ROW), all_total, all_acc
+
+
+@gluon.jit
+def _attend_tiles(
+    q, work, queue, rows, stage, phase, first, last, kv_len, begin, end,
+    ACC: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+):  # fmt: skip
+    """Attend the rows q [WARPS, ROWS, D] to tiles first .. last - 1 as they arrive."""
+    PART: gl.constexpr = work.TILE // WARPS
+    D: gl.constexpr = rows.D
+    DTYPE: gl.constexpr = queue.k_desc.dtype
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
+    KV: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=ACC, k_width=2)
+    SUMS: gl.constexpr = gl.SliceLayout(2, ACC)
+    key = _along(0, WARPS, ACC) * PART + _along(2, PART, ACC)
+    v_key = _along(0, WARPS, KV) * PART + _along(1, PART, KV) + _along(2, D, KV) * 0
+    position = kv_len - (end - begin) + _along(1, ROWS, ACC) // rows.GROUP
+    first_key = work.first_key(kv_len, end - begin)
+    top = gl.full([WARPS, ROWS], NO_SCORE, gl.float32, SUMS)
+    total = gl.zeros([WARPS, ROWS], gl.float32, SUMS)
+    acc = gl.zeros([WARPS, ROWS, D], gl.float32, ACC)
+    zeros = gl.zeros([WARPS, ROWS, PART], gl.float32, ACC)
+    whole = kv_len - (end - begin) + 1  # keys that every query sees, but for the window
+    for j in range(first, last):
+        mbarrier.wait(queue.full.index(stage), phase)
+        k = queue.k.index(stage)._reinterpret(DTYPE, [WARPS, D, PART], K).load(KV)
+        scores = mma_v2(q, k, zeros)
+        if rows.HAS_CAP:
+            e = gl.exp2(scores * (2.0 * LOG2E * rows.scale / rows.soft_cap))
+            scores = (rows.soft_cap * LOG2E) * (1.0 - 2.0 / (1.0 + e))
+        else:
+            scores = scores * (rows.scale * LOG2E)
+        v = queue.v.index(stage)._reinterpret(DTYPE, [WARPS, PART, D], V).load(KV)
+        start = j * work.TILE
+        masked = start + work.TILE > whole
+        if work.HAS_WINDOW:
+            masked = masked | (start <= kv_len - 1 - work.window)
+        if masked:
+            seen = start + key <= position
+            present = start + v_key < kv_len
+            if work.HAS_WINDOW:
+                seen = seen & (position - start - key < work.window)
+                present = present & (start + v_key >= first_key)
+            scores = gl.where(seen, scores, float("-inf"))
+            v = gl.where(present, v, 0.0)
+        new_top = gl.maximum(top, gl.max(scores, 2))
+        decay = gl.exp2(top - new_top)
+        weights = gl.exp2(scores - gl.expand_dims(new_top, 2))
+        total = total * decay + gl.sum(weights, 2)
+        acc = acc * gl.expand_dims(decay, 2)
+        acc = mma_v2(gl.convert_layout(weights.to(DTYPE), P), v, acc)
+        top = new_top
+        mbarrier.arrive(queue.empty.index(stage))
+        stage, phase = queue.advance(stage, phase)
+    return top, total, acc, stage, phase
+
+
+@gluon.jit
+def _along(AXIS: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """0 .. SIZE - 1 along one axis of three, broadcastable in LAYOUT."""
+    A: gl.constexpr = 0 if AXIS != 0 else 1  # the two other axes, A < B
+    B: gl.constexpr = 2 if AXIS != 2 else 1
+    inner: gl.constexpr = gl.SliceLayout(A, gl.SliceLayout(B, LAYOUT))
+    return gl.expand_dims(gl.expand_dims(gl.arange(0, SIZE, layout=inner), A), B)
+
+
+@gluon.jit
+def _consume(
+    work, queue, rows, split, num_splits,
+    ACC: gl.constexpr, K: gl.constexpr, V: gl.constexpr, OUT: gl.constexpr,
+    COMBINE: gl.constexpr, CHUNK: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    Q: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
+    used_end = gl.load(work.query_start + work.num_requests)
+    if PDL:
+        gdc_wait()
+    row = _along(1, ROWS, Q)
+    q_offset = (row // rows.GROUP) * rows.token_stride
+    q_offset += (work.head * rows.GROUP + row % rows.GROUP) * rows.head_stride
+    q_offset += _along(0, WARPS, Q) * 0 + _along(2, rows.D, Q)
+    stage = 0
+    phase = 0
+    r = work.r
+    tile = work.tile
+    kv_len = work.kv_len
+    begin = work.begin
+    end = work.end
+    while work.unfinished(r, tile):
+        next_len, next_end = work.after(r)
+        tiles = work.tiles(kv_len, end - begin)
+        stop = work.stop(r, tiles)
+        if stop > tile:
+            live = (row < (end - begin) * rows.GROUP) & (q_offset >= 0)
+            q_base = rows.query + begin.to(gl.int64) * rows.token_stride
+            q = gl.load(q_base + q_offset, mask=live, other=0.0)
+            first = work.first_key(kv_len, end - begin) // work.TILE
+            top, total, acc, stage, phase = _attend_tiles(
+                q, work, queue, rows, stage, phase, first + tile, first + stop,
+                kv_len, begin, end, ACC, K, V,
+            )  # fmt: skip
+            top, total, acc = _merge_warps(top, total, acc, rows.USED, OUT)
+            if (tile == 0) & (stop == tiles):
+                rows.store(top, total, acc, work.head, begin, end)
+            else:
+                slot = (split * rows.HKV + work.head) * 2 + (tile == 0).to(gl.int32)
+                rows.leave(top, total, acc, slot)
+                first_part = gl.load(rows.parts + 2 * r)
+                last_part = gl.load(rows.parts + 2 * r + 1)
+                arrival = rows.arrivals + r * rows.HKV + work.head
+                barrier()  # all four warps have stored before one thread announces it
+                arrived = gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
+                if arrived == last_part - first_part:
+                    all_top, all_total, all_acc = rows.combine(
+                        first_part, last_part, work.head, COMBINE, CHUNK
+                    )
+                    rows.store(all_top, all_total, all_acc, work.head, begin, end)
+                    gl.store(arrival, 0)
+        r += 1
+        tile = tile * 0
+        kv_len = next_len
+        begin = end
+        end = next_end
+    rows.zero_rest(work.head, split, num_splits, used_end, OUT)
+
+
+_COUNTS = ["num_requests", "num_tokens", "num_splits", "max_query_len", "window", "table_stride"]
+
+
+@gluon.jit(do_not_specialize=_COUNTS)
+def _decode_kernel(
+    k_desc, v_desc, query, block_table, seq_lens, query_start, sinks, out,
+    borders, parts, partial_acc, partial_sums, arrivals,
+    num_requests, num_tokens, num_splits, max_query_len, scale, soft_cap, window,
+    token_stride, head_stride, table_stride,
+    HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    TILE: gl.constexpr, USED: gl.constexpr, STAGES: gl.constexpr, CHUNK: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    HAS_SINKS: gl.constexpr, PRODUCER_REGS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """One program a (part of the plan, KV head); USED of the 16 rows are stored."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8]
+    )
+    OUT: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [WARPS, 1], [1, 0])
+    COMBINE: gl.constexpr = gl.BlockedLayout(
+        [CHUNK, 1, D // 32], [1, 1, 32], [1, WARPS, 1], [2, 1, 0]
+    )
+    split = gl.program_id(0) // HKV
+    border = borders + split * BORDER
+    work = Work(
+        block_table, seq_lens, query_start, num_requests, table_stride, max_query_len, window,
+        gl.program_id(0) % HKV, gl.load(border), gl.load(border + 1), gl.load(border + BORDER),
+        gl.load(border + BORDER + 1), gl.load(border + 2), gl.load(border + 3),
+        gl.load(border + 4), TILE, HAS_WINDOW,
+    )  # fmt: skip
+    rows = Rows(
+        query, out, sinks, parts, partial_acc, partial_sums, arrivals, num_tokens, token_stride,
+        head_stride, scale, soft_cap, HKV, GROUP, D, USED, HAS_CAP, HAS_SINKS,
+    )  # fmt: skip
+    queue = Queue(
+        k_desc, v_desc,
+        gl.allocate_shared_memory(k_desc.dtype, [STAGES, TILE, D], k_desc.layout),
+        gl.allocate_shared_memory(v_desc.dtype, [STAGES, TILE, D], v_desc.layout),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+        STAGES,
+    )  # fmt: skip
+    for i in gl.static_range(STAGES):
+        mbarrier.init(queue.full.index(i), count=1)
+        mbarrier.init(queue.empty.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (_consume, (work, queue, rows, split, num_splits, ACC, K, V, OUT, COMBINE, CHUNK, PDL)),
+            (_produce, (work, queue, BLOCK_SIZE, D, PDL)),
+        ],
+        [1],
+        [PRODUCER_REGS],
+    )
+
+
+def stage_layouts(
+    tile: int, box: int, head_dim: int
+) -> tuple[gl.SharedLinearLayout, gl.SharedLinearLayout]:
+    """How TMA boxes [box, head_dim] lie in a stage, seen as K^T [WARPS, head_dim, tile / WARPS] and
+    as V [WARPS, tile / WARPS, head_dim].
+
+    TMA writes a box as columns of 64 elements (128 bytes), swizzled: the 16-byte chunk of row i
+    is XORed with i % 8. The bases are those of successive address bits, from 2 bytes up.
+    """
+    bases = [(0, d) for d in (1, 2, 4)] + [(0, d) for d in (8, 16, 32)]
+    bases += [(row, chunk) for row, chunk in ((1, 8), (2, 16), (4, 32))]
+    row = 8
+    while row < box:
+        bases.append((row, 0))
+        row *= 2
+    if head_dim == 128:
+        bases.append((0, 64))
+    while row < tile:
+        bases.append((row, 0))
+        row *= 2
+    part = tile // WARPS.value
+    k = [[row // part, d, row % part] for row, d in bases]
+    v = [[row // part, row % part, d] for row, d in bases]
+    return gl.SharedLinearLayout(k, [], 1024), gl.SharedLinearLayout(v, [], 1024)
+
+
+def supports(k_cache: Tensor, v_cache: Tensor, packed_rows: int) -> bool:
+    """Whether this kernel covers the caches: `hopper_covers`, and blocks one after the other."""
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    row = num_kv_heads * head_dim
+    return hopper_covers(head_dim, block_size, packed_rows) and all(
+        cache.stride() == (block_size * row, row, head_dim, 1) and cache.data_ptr() % 16 == 0
+        for cache in (k_cache, v_cache)
+    )
+
+
+def decode(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start: Tensor,
+    out: Tensor,
+    scoring: Scoring,
+    workspace: Workspace,
+    *,
+    max_query_len: int,
+    overlap: bool = False,
+) -> None:
+    """As `decode.decode`, for what `supports` covers.
+
+    overlap: start while the kernel ahead in the stream drains (programmatic dependent launch). The
+    plan, the block table and the lengths must have been complete before that kernel began.
+    """
+    num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
+    splits, tile = workspace.acc.shape[0], kv_tile(workspace)
+    box = min(block_size, tile)
+    group = query.shape[1] // num_kv_heads
+    swizzled = gl.NVMMASharedLayout(128, 16, 2)
+    descs = [
+        TensorDescriptor(
+            cache, [num_blocks * block_size, num_kv_heads * head_dim],
+            [num_kv_heads * head_dim, 1], [box, head_dim], swizzled,
+        )
+        for cache in (k_cache, v_cache)
+    ]  # fmt: skip
+    k_layout, v_layout = stage_layouts(tile, box, head_dim)
+    used = triton.next_power_of_2(max_query_len * group)
+    _decode_kernel[(splits * num_kv_heads,)](
+        *descs, query, block_table, seq_lens, query_start,
+        query if scoring.sinks is None else scoring.sinks, out, *workspace,
+        seq_lens.shape[0], query.shape[0], splits, max_query_len,
+        scoring.scale, scoring.soft_cap or 0.0, scoring.sliding_window or 0,
+        query.stride(0), query.stride(1), block_table.stride(0),
+        HKV=num_kv_heads, GROUP=group, D=head_dim, BLOCK_SIZE=block_size, TILE=tile, USED=used,
+        STAGES=QUEUE_BYTES // (2 * tile * head_dim * k_cache.element_size()),
+        CHUNK=8192 // (max(used, 4) * head_dim), K=k_layout, V=v_layout,
+        HAS_CAP=scoring.soft_cap is not None, HAS_WINDOW=scoring.sliding_window is not None,
+        HAS_SINKS=scoring.sinks is not None, PRODUCER_REGS=PRODUCER_REGISTERS,
+        PDL=overlap, launch_pdl=overlap, num_warps=WARPS.value, maxnreg=168,
+    )  # fmt: skip

@@ -1,0 +1,186 @@
+"""Every kind of paged-attention kernel, compiled without a GPU: what its machine code must hold."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+
+from billfish.kernels.paged_attention import (
+    AttentionMetadata,
+    block_copy,
+    cache_write,
+    decode,
+    planner,
+    prefill,
+)
+from billfish.kernels.paged_attention.planner import DecodePlan, Scoring
+from tests.compile.offline import MachineCode, fake_device, machine_code
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("compiles, so not with TRITON_INTERPRET=1", allow_module_level=True)
+
+ARCHITECTURES = {80: "sm_80", 90: "sm_90a"}
+SMALLEST_SHARED_MEMORY = 101376  # bytes a block may use on sm_86, sm_89 and sm_120
+
+
+class Recorder:
+    """Stands for a kernel: keeps the arguments of its launch."""
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **keywords):
+            self.arguments, self.keywords = arguments, keywords
+
+        return launch
+
+
+def compiled(monkeypatch, module, name, launch, capability) -> tuple[MachineCode, int]:
+    """(machine code, bytes of shared memory) of the kernel `module.name` as launched."""
+    kernel, recorder = getattr(module, name), Recorder()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, recorder)
+        launch()
+    with fake_device(capability):
+        binary = kernel.warmup(*recorder.arguments, **recorder.keywords, grid=(1,))
+    return machine_code(binary, ARCHITECTURES[capability]), binary.metadata.shared
+
+
+def step(heads, kv_heads, head_dim, block_size=16, query_len=1, dtype=torch.bfloat16):
+    cache = torch.empty(8, block_size, kv_heads, head_dim, dtype=dtype)
+    metadata = AttentionMetadata.build([[1]] * 2, [1] * 2, [query_len] * 2, block_size)
+    query = torch.empty(2 * query_len, heads, head_dim, dtype=dtype)
+    tables = (metadata.block_table, metadata.seq_lens, metadata.query_start)
+    return query, cache, cache.clone(), *tables, torch.empty_like(query)
+
+
+def plan_for(heads, kv_heads, head_dim, query_len=1, **options):
+    return DecodePlan.allocate(
+        max_requests=2, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
+        max_query_len=query_len, num_programs=132, device="cpu", **options,
+    )  # fmt: skip
+
+
+DECODE = [(32, 8, 128, 1), (8, 8, 80, 1), (8, 8, 64, 1), (32, 8, 128, 16), (8, 4, 256, 8)]
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "query_len"), DECODE)
+def test_decode(monkeypatch, heads, kv_heads, head_dim, query_len, capability):
+    plan = plan_for(heads, kv_heads, head_dim, query_len)
+    arguments = step(heads, kv_heads, head_dim, query_len=query_len)
+
+    def launch():
+        decode.decode(*arguments, Scoring(0.1), plan.workspace, max_query_len=query_len)
+
+    code, shared = compiled(monkeypatch, decode, "_decode_kernel", launch, capability)
+    # Keys and values, asynchronously, 16 bytes a thread.
+    assert code.count("LDGSTS.E.BYPASS.128") + code.count("LDGSTS.E.BYPASS.LTC128B.128") >= 16
+    assert code.count("HMMA") + code.count("HGMMA") > 0
+    assert code.spill_bytes <= 128  # outside the loop
+    assert not code.undefined_descriptors
+    assert shared <= (SMALLEST_SHARED_MEMORY if capability == 80 else 232448)
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_prefill(monkeypatch, head_dim, capability):
+    arguments = step(32, 8, head_dim, query_len=64)
+
+    def launch():
+        prefill.prefill(*arguments, Scoring(0.1), decoded_len=4)
+
+    code, shared = compiled(monkeypatch, prefill, "_prefill_kernel", launch, capability)
+    assert code.count("HGMMA" if capability == 90 else "HMMA") >= 16
+    assert not code.serialized
+    assert not code.undefined_descriptors
+    assert code.spill_bytes <= 64  # outside the loop
+    assert shared <= (SMALLEST_SHARED_MEMORY if capability == 80 else 232448)
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_plan(monkeypatch, capability):
+    plan = plan_for(32, 8, 128, sliding_window=100)
+    lens = torch.empty(2, dtype=torch.int32), torch.empty(3, dtype=torch.int32)
+
+    def launch():
+        plan.split(*lens)
+
+    code, _ = compiled(monkeypatch, planner, "_plan_kernel", launch, capability)
+    assert code.spill_bytes == 0
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_write(monkeypatch, fused, capability):
+    qkv = torch.empty(4096, 48, 128, dtype=torch.bfloat16)
+    query, key, value = qkv.split((32, 8, 8), dim=1)
+    cache = torch.empty(2, 8, 16, 8, 128, dtype=torch.bfloat16)
+    slots = torch.empty(4096, dtype=torch.int64)
+
+    def launch():
+        if fused:
+            cache_write.rotate_and_write(
+                query, key, value, *cache, slots, positions=slots, cos_sin=torch.empty(64, 128),
+                q_norm=torch.empty(128), k_norm=torch.empty(128),
+            )  # fmt: skip
+        else:
+            cache_write.write(key, value, *cache, slots)
+
+    code, _ = compiled(monkeypatch, cache_write, "_write_kernel", launch, capability)
+    assert code.spill_bytes == 0
+    assert code.count("STG.E.128") == code.count("STG") >= (6 if fused else 2)
+
+
+@pytest.mark.parametrize("pairs", [1, 64, 512])
+def test_copy(monkeypatch, pairs):
+    cache = block_copy.as_words(torch.empty(2, 2, 8, 16, 8, 128, dtype=torch.bfloat16))
+    ids = torch.empty(pairs, dtype=torch.int64)
+
+    def launch():
+        block_copy.launch_copy(cache, cache, ids, ids, pairs)
+
+    code, _ = compiled(monkeypatch, block_copy, "_copy_kernel", launch, 90)
+    assert code.count("LDG.E.128") == code.count("STG.E.128") > 0
+    assert code.count("BAR") > 0  # between reading and writing
+    assert code.spill_bytes == 0
+
+
+HOPPER = [
+    (32, 8, 128, 16, 1, {}),
+    (32, 32, 128, 256, 1, {}),
+    (32, 8, 64, 8, 2, {"sliding_window": 100, "soft_cap": 30.0}),
+    (32, 8, 128, 64, 4, {"sinks": torch.zeros(32)}),
+]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block", "query_len", "options"), HOPPER)
+def test_hopper_decode(monkeypatch, heads, kv_heads, head_dim, block, query_len, options):
+    hopper_decode = pytest.importorskip("billfish.kernels.paged_attention.hopper_decode")
+    window = options.get("sliding_window")
+    plan = plan_for(heads, kv_heads, head_dim, query_len, sliding_window=window)
+    arguments = step(heads, kv_heads, head_dim, block, query_len)
+    assert hopper_decode.supports(*arguments[1:3], query_len * heads // kv_heads)
+
+    def launch():
+        hopper_decode.decode(
+            *arguments, Scoring(0.1, **options), plan.workspace, max_query_len=query_len,
+            overlap=True,
+        )  # fmt: skip
+
+    code, shared = compiled(monkeypatch, hopper_decode, "_decode_kernel", launch, 90)
+    boxes = 64 // min(block, 64)
+    assert code.count("UTMALDG.2D") == 2 * boxes * head_dim // 64
+    assert code.count("HMMA") == 32 * head_dim // 128
+    assert code.count("LDSM") > 0
+    assert code.count("LDGSTS") == 0
+    assert code.count("ACQBULK") > 0  # waits for the kernel ahead
+    assert shared <= 232448
+    assert spills_in_loops(code) == 0
+
+
+def spills_in_loops(code: MachineCode) -> int:
+    """Reloads of spilled registers between the first and the last tensor-core instruction."""
+    lines = code.sass.splitlines()
+    products = [i for i, line in enumerate(lines) if "HMMA" in line]
+    return sum("LDL" in line for line in lines[products[0] : products[-1]])

@@ -40,6 +40,10 @@ _END_TOKENS = frozenset(
 # Some converters label turn markers "user-defined", as if they were words.
 _MARKUP = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+# Tokens that are looked for in text are compiled into one pattern, so a file may not have any
+# number of them. Command R's has about 1,000.
+_MAX_MATCHED = 8192
+_MAX_MATCHED_LENGTH = 512
 
 
 class TokenType(IntEnum):
@@ -93,6 +97,10 @@ def _byte_level(source: Metadata, texts: list[str], types: list[int]) -> _Built:
         reason = "is not supported for a byte-level vocabulary"
         raise CheckpointError(source.path, reason, tensor=_SPACE_PREFIX)
     words = {texts[i]: i for i in _of_type(types, TokenType.NORMAL)}
+    # Some vocabularies lack rare control characters; none can do without these.
+    for byte in (*range(0x20, 0x7F), *range(0x80, 0xC0)):
+        if _LETTERS[byte] not in words:
+            raise CheckpointError(source.path, f"no token for byte 0x{byte:02x}", tensor=_TOKENS)
     merges = []
     for merge in source.strings(_MERGES):
         left, _, right = merge.partition(" ")
@@ -161,6 +169,7 @@ def _vocabulary(
             user_defined[text] = i
     # One character is too short for a marker: it would be matched all over ordinary text.
     control = {texts[i]: i for i in markers if len(texts[i]) > 1}
+    _check_matched([*control, *user_defined], source.path)
     size = len(texts)
     bos = source.token_id("tokenizer.ggml.bos_token_id", size)
     eos = source.token_id("tokenizer.ggml.eos_token_id", size)
@@ -221,6 +230,16 @@ def _of_type(types: list[int], wanted: TokenType) -> list[int]:
     return [i for i, kind in enumerate(types) if kind == number]
 
 
+def _check_matched(matched: list[str], path: str) -> None:
+    longest = max(map(len, matched), default=0)
+    if len(matched) > _MAX_MATCHED or longest > _MAX_MATCHED_LENGTH:
+        reason = (
+            f"{len(matched)} control and user-defined tokens of up to {longest} characters; "
+            f"at most {_MAX_MATCHED} of {_MAX_MATCHED_LENGTH} are supported"
+        )
+        raise CheckpointError(path, reason, tensor=_TYPES)
+
+
 def _check_distinct(texts: list[str], path: str) -> None:
     if len(set(texts)) == len(texts):
         return
@@ -240,6 +259,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_alphabet()
+_LETTERS = {byte: character for character, byte in _ALPHABET.items()}
 _TO_LATIN1 = {ord(character): byte for character, byte in _ALPHABET.items()}
 
 

@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from billfish.kernels.marlin import dequant
 from billfish.kernels.marlin.configs import HopperConfig
 from billfish.kernels.marlin.hopper_gemm import w4a16_hopper
-from billfish.kernels.marlin.packing import CODE_WORDS, UNIT_K, UNIT_N, unit_groups
+from billfish.kernels.marlin.packing import CODE_WORDS, UNIT_K, UNIT_N, stored_groups
 from billfish.kernels.marlin.workspace import processor_count, zeroed_counters
 
 _REGISTERS = 65536  # 32-bit registers of a multiprocessor
@@ -42,8 +42,9 @@ def divide(config: HopperConfig, m: int, n_units: int, steps: int, processors: i
     tiles_m = -(-m // config.tile_m)
     tiles = tiles_n * tiles_m
     slots = processors * config.grid_per_sm
-    if not config.stream_k or slots * 4 // 5 <= tiles <= slots:
-        # Where nearly every block has a tile, adding up shared tiles would cost more than it gains.
+    waves = -(-tiles // slots)
+    if not config.stream_k or tiles >= 0.8 * waves * slots:
+        # Where the last wave is nearly full, adding up shared tiles would cost more than it gains.
         return Division(min(slots, tiles), steps, tiles_n, tiles_m, tiles, 0, 0)
     blocks = min(slots, tiles * steps)
     whole = tiles // blocks * blocks
@@ -94,12 +95,11 @@ def arguments(
     counters: Tensor,
     division: Division,
     config: HopperConfig,
-    group_size: int,
     zero_point: str,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The kernel's positional and keyword arguments."""
-    groups = unit_groups(group_size)
     has_zeros = zero_point != "symmetric"
+    groups = stored_groups(units, has_zeros)
     sum_scale = config.sum_scale and groups == 1 and zero_point != "offset"
     mode = _mode(has_zeros, zero_point, sum_scale)
     producer, consumer, at_launch = _register_budget(config)
@@ -118,6 +118,7 @@ def arguments(
         "ZEROS": has_zeros,
         "SUM_SCALE": sum_scale,
         "OVERLAP": config.overlap,
+        "CARRY": config.carry and not sum_scale,
         "PDL": config.pdl,
         "GROUP_M": 0 if d.tiles_m == 1 else config.group_m,
         "HAS_BIAS": bias is not None,
@@ -135,9 +136,13 @@ def arguments(
 def _register_budget(config: HopperConfig) -> tuple[int, int, int]:
     """Registers a thread of the producer, of consumers after the first, and of all at launch.
 
-    The producer warp is padded to a warpgroup. What it gives up goes to the consumers.
+    The producer warp is padded to a warpgroup. What it gives up goes to the consumers. Where a
+    product is carried from stage to stage by several consumers, the assembler holds all of them to
+    the registers of the smallest partition, so the producer keeps as many as the product needs.
     """
     producer = 40
+    if config.carry and config.consumers > 1:
+        producer = config.rows // 64 * (config.tile_m // 2 + 32) + 16
     warps = 4 * config.consumers + 4
     at_launch = min(_REGISTERS // (32 * warps * config.blocks_per_sm) // 8 * 8, _MAX_REGISTERS)
     consumer = (at_launch * warps - 4 * producer) // (4 * config.consumers) // 8 * 8
@@ -150,7 +155,6 @@ def launch(
     n: int,
     bias: Tensor | None,
     config: HopperConfig,
-    group_size: int,
     zero_point: str,
 ) -> Tensor:
     """Y [M, n] = X [M, K] W^T + bias on the current stream. x: as `descriptors` wants it."""
@@ -163,7 +167,7 @@ def launch(
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         counters = zeroed_counters(x.device, division.divided * config.consumers)
     positional, keywords = arguments(
-        x, units, y, bias, partial, counters, division, config, group_size, zero_point
+        x, units, y, bias, partial, counters, division, config, zero_point
     )
     w4a16_hopper[(division.blocks,)](*positional, **keywords)
     return y

@@ -218,6 +218,7 @@ def test_few_tokens(most, group):
     check(make_case(lens, query_lens, heads=2 * group))
 
 
+@both
 @pytest.mark.parametrize(
     ("seq_lens", "query_lens"),
     [
@@ -225,10 +226,12 @@ def test_few_tokens(most, group):
         ([17], [17]),
         ([128, 129, 127, 600], [128, 129, 127, 600]),
         ([2048], [2048]),
+        ([8192], [8192]),
         ([2560, 3000], [512, 129]),
         ([700, 5, 64, 0, 64, 900], [700, 5, 0, 30, 64, 1]),
         ([8200], [2]),
         ([5] * 200, [5] * 200),
+        ([1 + 37 * i % 400 for i in range(150)], [1 + 37 * i % 400 for i in range(150)]),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

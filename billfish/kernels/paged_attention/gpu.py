@@ -77,7 +77,12 @@ def attend(
             else:
                 decode.decode(*step, workspace, max_query_len=decode_len)
         if max_query_len > decode_len or not num_requests:
-            prefill.prefill(*step, decoded_len=decode_len)
+            if _runs_hopper_prefill(query, k_cache, v_cache, scoring):
+                from billfish.kernels.paged_attention import hopper_prefill
+
+                hopper_prefill.prefill(*step, decoded_len=decode_len)
+            else:
+                prefill.prefill(*step, decoded_len=decode_len)
     return out
 
 
@@ -104,6 +109,14 @@ def _runs_hopper_decode(k_cache: Tensor, v_cache: Tensor, packed_rows: int) -> b
     from billfish.kernels.paged_attention import hopper_decode
 
     return hopper_decode.supports(k_cache, v_cache, packed_rows)
+
+
+def _runs_hopper_prefill(query: Tensor, k_cache: Tensor, v_cache: Tensor, scoring: Scoring) -> bool:
+    if not is_hopper(k_cache.device):
+        return False
+    from billfish.kernels.paged_attention import hopper_prefill
+
+    return hopper_prefill.supports(query, k_cache, v_cache, scoring)
 
 
 def _decode_len(max_query_len: int, group: int) -> int:

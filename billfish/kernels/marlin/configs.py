@@ -54,14 +54,14 @@ class TritonConfig:
     stages: int
 
 
-def hopper_config(m: int, units: Tensor, processors: int) -> HopperConfig:
+def hopper_config(m: int, units: tuple[int, int, int], processors: int) -> HopperConfig:
     """The configuration for m tokens, by what was fastest on an H200 (132 multiprocessors).
 
     Below 64 tokens reading weights is the work, so the bytes a multiprocessor reads decide: small
     shares cannot hide the start and the end of a tile, so one block a multiprocessor runs and the
     next kernel's blocks move in beside it.
     """
-    blocks, steps, _ = units.shape
+    blocks, steps, _ = units
     megabytes = blocks * steps * 4096 / processors / 1e6
     if m <= 32:
         tile_m = next(t for t in (8, 16, 32) if m <= t)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from billfish.errors import KernelArgumentError
 from billfish.kernels._library import bad_argument
-from billfish.kernels.marlin.configs import hopper_config, triton_config
+from billfish.kernels.marlin.configs import triton_config
 from billfish.kernels.marlin.packing import pack_units, unpack_units
 from billfish.kernels.marlin.workspace import processor_count
 
@@ -150,8 +150,7 @@ def multiply(x: Tensor, units: Tensor, n: int, bias: Tensor | None, zero_point: 
     if _runs_hopper_kernel(x.device):
         from billfish.kernels.marlin import hopper_launch
 
-        config = hopper_config(m, units, processor_count(x.device))
-        return hopper_launch.launch(aligned_rows(x), units, n, bias, config, zero_point)
+        return hopper_launch.launch(aligned_rows(x), units, n, bias, zero_point)
     from billfish.kernels.marlin import triton_gemm
 
     tiling = triton_config(m, units, processor_count(x.device))

@@ -251,14 +251,13 @@ def _sum(c: gl.constexpr, queue, run, stage, phase, how):
         w0, s0, z0, w1, s1, z1, scales = _load_stage(queue, stage, c, how)
         x, x0, x1 = _halves_of_x(queue, stage)
         a0 = _dequantize(w0, s0, z0, x, how)
-        if not how.OVERLAP:
-            a1 = _dequantize(w1, s1, z1, x, how)
         if how.SUM_SCALE:
             part = warpgroup_mma(a0, x0, nothing, use_acc=False, is_async=True)
         else:
             part = warpgroup_mma(a0, x0, acc, is_async=True)
-        if how.OVERLAP:
-            a1 = _dequantize(w1, s1, z1, x, how)
+        if not how.OVERLAP:
+            part, a0 = warpgroup_mma_wait(0, deps=[part, a0])
+        a1 = _dequantize(w1, s1, z1, x, how)
         part = warpgroup_mma(a1, x1, part, is_async=True)
         # The fragments are listed because the tensor cores read their registers until here.
         part, a0, a1 = warpgroup_mma_wait(0, deps=[part, a0, a1])

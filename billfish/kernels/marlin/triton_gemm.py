@@ -215,7 +215,7 @@ def launch(
 ) -> Tensor:
     """Y [M, n] = X [M, K] W^T + bias. x: unit stride along K."""
     programs = grid(config, x.shape[0], units.shape[0])
-    y = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
+    y = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
     partial, counters = y, units  # never touched where columns are not split
     if config.split > 1:
         tiles = programs[0] * programs[1]

@@ -43,7 +43,7 @@ class _Pool:
         if not self._slabs or self._taken + count > _CAPTURED_COUNTERS:
             return torch.zeros(count, dtype=torch.int32, device=device)
         counters = self._slabs[-1][self._taken : self._taken + count]
-        self._taken += count
+        self._taken += -(-count // 64) * 64  # so that every slice is aligned
         return counters
 
 

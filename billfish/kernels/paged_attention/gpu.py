@@ -80,7 +80,8 @@ def attend(
             if _runs_hopper_prefill(query, k_cache, v_cache, scoring):
                 from billfish.kernels.paged_attention import hopper_prefill
 
-                hopper_prefill.prefill(*step, decoded_len=decode_len)
+                draws = Workspace(*plan).draws if plan else None
+                hopper_prefill.prefill(*step, decoded_len=decode_len, draws=draws)
             else:
                 prefill.prefill(*step, decoded_len=decode_len)
     return out

@@ -80,7 +80,7 @@ class Batch:
     block_table: gl.tensor
     seq_lens: gl.tensor
     query_start: gl.tensor
-    counter: gl.tensor
+    draws: gl.tensor
     num_requests: gl.tensor
     num_tokens: gl.tensor
     decoded_len: gl.tensor
@@ -94,43 +94,58 @@ class Batch:
     HAS_WINDOW: gl.constexpr
 
     @gluon.jit
-    def find(self, item):
-        """(request, row block, head set): see `prefill._find_request`. The last rows go first."""
+    def find(self, index):
+        """The request of an index along the batch, see `prefill._find_request`: (request, how far
+        the index lies in it, first new token, last + 1, KV length), in one trip to memory.
+        """
         CHUNK: gl.constexpr = 128
-        index = (self.items - 1 - item) // self.SETS
         lane = gl.arange(0, CHUNK, layout=gl.BlockedLayout([4], [32], [1], [0]))
         owner = index * 0 - 1
         begin = index * 0
+        start = index * 0
+        end = index * 0
+        kv_len = index * 0
         for first in range(0, self.num_requests + 1, CHUNK):
             r = first + lane
-            start = gl.load(self.query_start + r, mask=r <= self.num_requests, other=0)
-            begins = start * self.PACK // ROWS + r
+            real = r < self.num_requests
+            starts = gl.load(self.query_start + r, mask=r <= self.num_requests, other=0)
+            ends = gl.load(self.query_start + r + 1, mask=real, other=self.num_tokens)
+            lens = gl.load(self.seq_lens + r, mask=real, other=0)
+            begins = starts * self.PACK // ROWS + r
             before = (begins <= index) & (r <= self.num_requests)
-            owner += gl.sum(before.to(gl.int32), 0)
+            count = gl.sum(before.to(gl.int32), 0)
+            owner += count
+            # All but the KV lengths grow with r.
             begin = gl.maximum(begin, gl.max(gl.where(before, begins, 0), 0))
-        return owner, index - begin, item % self.SETS
+            start = gl.maximum(start, gl.max(gl.where(before, starts, 0), 0))
+            end = gl.maximum(end, gl.max(gl.where(before, ends, 0), 0))
+            its = gl.sum(gl.where(lane == count - 1, lens, 0), 0)
+            kv_len = gl.where(count > 0, its, kv_len)
+        return owner, index - begin, start, end, kv_len
 
     @gluon.jit
     def record(self, item):
-        """The fields of an item as a vector; field 1, its number of tokens, is 0 if it is empty."""
+        """The fields of an item as a vector; field 1, its number of tokens, is 0 if it is empty.
+
+        The last rows of a request see most keys: they go first.
+        """
         TOKENS: gl.constexpr = ROWS // self.PACK
-        r, row_block, head_set = self.find(item)
-        real = r < self.num_requests
-        start = gl.load(self.query_start + r)
-        end = gl.load(self.query_start + r + 1, mask=real, other=self.num_tokens)
-        kv_len = gl.load(self.seq_lens + r, mask=real, other=0)
+        r, place, start, end, kv_len = self.find(item // self.SETS)
+        row_block = (end - start + TOKENS - 1) // TOKENS - 1 - place
+        short = (r < self.num_requests) & (end - start <= self.decoded_len)
         tokens = gl.minimum(end - start - row_block * TOKENS, TOKENS)
-        tokens = gl.where(real & (end - start <= self.decoded_len), 0, gl.maximum(tokens, 0))
+        tokens = gl.where((row_block < 0) | short, 0, tokens)
         position = kv_len - (end - start) + row_block * TOKENS
         first_tile = position * 0
         if self.HAS_WINDOW:
             first_tile = gl.maximum(position + 1 - self.window, 0) // TILE
         end_tile = gl.maximum((position + tokens + TILE - 1) // TILE, first_tile + 1)
         row = gl.minimum(r, self.num_requests - 1)
-        fields = (start + row_block * TOKENS, tokens, head_set, first_tile, end_tile, position)
+        first_token = start + row_block * TOKENS
+        fields = (first_token, tokens, item % self.SETS, first_tile, end_tile, position, row)
         lane = gl.arange(0, FIELDS, layout=gl.BlockedLayout([1], [32], [1], [0]))
-        record = gl.where(lane == 6, row, gl.where(lane == 7, kv_len, 0))
-        for i in gl.static_range(6):
+        record = gl.where(lane == 7, kv_len, 0)
+        for i in gl.static_range(7):
             record = gl.where(lane == i, fields[i], record)
         return record, tokens
 
@@ -148,8 +163,10 @@ def _schedule(batch, records):
             records.buffer.index(stage).store(record)
             mbarrier.arrive(records.full.index(stage))
             stage, phase = records.advance(stage, phase)
-        drawn = gl.atomic_add(batch.counter, 1, sem="relaxed")
+        drawn = gl.atomic_add(batch.draws, 1, sem="relaxed")
         item = gl.num_programs(0) + drawn
+        if drawn == batch.items - 1:
+            gl.store(batch.draws, 0)  # each program draws until it gets none: this was the last
     mbarrier.wait(records.empty.index(stage), phase)
     lane = gl.arange(0, FIELDS, layout=gl.BlockedLayout([1], [32], [1], [0]))
     records.buffer.index(stage).store(lane * 0)
@@ -464,7 +481,7 @@ _COUNTS = ["num_requests", "num_tokens", "decoded_len", "window", "table_stride"
 
 @gluon.jit(do_not_specialize=_COUNTS)
 def _prefill_kernel(
-    q_desc, k_desc, v_desc, out_desc, out, block_table, seq_lens, query_start, sinks, counter,
+    q_desc, k_desc, v_desc, out_desc, out, block_table, seq_lens, query_start, sinks, draws,
     num_requests, num_tokens, decoded_len, window, table_stride, items, scale, soft_cap,
     HEADS: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
@@ -480,7 +497,7 @@ def _prefill_kernel(
     DTYPE: gl.constexpr = k_desc.dtype
     SWIZZLED: gl.constexpr = k_desc.layout
     batch = Batch(
-        block_table, seq_lens, query_start, counter, num_requests, num_tokens, decoded_len, window,
+        block_table, seq_lens, query_start, draws, num_requests, num_tokens, decoded_len, window,
         table_stride, items, HEADS // PACK, PACK, GROUP, BLOCK_SIZE, HAS_WINDOW,
     )  # fmt: skip
     k = _ring(DTYPE, [K_STAGES, TILE, D], SWIZZLED, 2)
@@ -538,15 +555,21 @@ def prefill(
     scoring: Scoring,
     *,
     decoded_len: int,
+    draws: Tensor | None = None,
     num_programs: int | None = None,
 ) -> None:
-    """As `prefill.prefill`, for what `supports` covers."""
+    """As `prefill.prefill`, for what `supports` covers.
+
+    draws: int32 [1] holding 0, the counter of drawn items; it is 0 again afterwards.
+    """
     num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
     num_tokens, num_heads, _ = query.shape
     group = num_heads // num_kv_heads
     pack = group if group & (group - 1) == 0 and group <= HALF.value else 1
     row_blocks = num_tokens * pack // ROWS.value + seq_lens.shape[0] + 1
     items = row_blocks * (num_heads // pack)
+    if draws is None:
+        draws = torch.zeros(1, dtype=torch.int32, device=query.device)
     if num_programs is None:
         num_programs = torch.cuda.get_device_properties(query.device).multi_processor_count
     box = min(block_size, TILE.value)
@@ -568,7 +591,7 @@ def prefill(
     _prefill_kernel[(min(num_programs, items),)](
         q_desc, k_desc, v_desc, out_desc, out, block_table, seq_lens, query_start,
         query if scoring.sinks is None else scoring.sinks,
-        torch.zeros(1, dtype=torch.int32, device=query.device),
+        draws,
         seq_lens.shape[0], num_tokens, decoded_len, scoring.sliding_window or 0,
         block_table.stride(0), items, scoring.scale * LOG2E.value, scoring.soft_cap or 0.0,
         HEADS=num_heads, GROUP=group, PACK=pack, D=head_dim, BLOCK_SIZE=block_size,

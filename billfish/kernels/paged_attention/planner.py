@@ -58,7 +58,7 @@ def first_tile(kv_len, query_len, window, KV_TILE, HAS_WINDOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_requests", "num_splits"])
 def _plan_kernel(
-    seq_lens, query_start, borders, parts, num_requests, max_query_len, window, num_splits,
+    seq_lens, query_start, borders, parts, draws, num_requests, max_query_len, window, num_splits,
     KV_TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, CHARGE: tl.constexpr, WHOLE: tl.constexpr,
     SPLITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -105,6 +105,8 @@ def _plan_kernel(
             last = (ends * used - 1) // whole
             tl.store(parts + 2 * r, first.to(tl.int32), mask=r < num_requests)
             tl.store(parts + 2 * r + 1, last.to(tl.int32), mask=r < num_requests)
+    if tl.program_id(0) == 0:
+        tl.store(draws, 0)
     tile = tl.maximum(at - before - charge, 0)
     if WHOLE:
         tile = tile * 0  # each request in the part that it lies in
@@ -134,7 +136,8 @@ class Workspace(NamedTuple):
     """Device memory of a plan: P parts, R requests, B blocks of ROWS packed query rows.
 
     borders int32 [P + 1, 8]; parts int32 [R, 2]; acc float32 [P, HKV, B, 2, ROWS, padded head
-    dim]; sums float32 [P, HKV, B, 2, 2, ROWS]; arrivals int32 [R, HKV, B], 0 between launches.
+    dim]; sums float32 [P, HKV, B, 2, 2, ROWS]; arrivals int32 [R, HKV, B] and draws int32 [1], for
+    the Hopper prefill kernel, are 0 between launches.
     """
 
     borders: Tensor
@@ -142,6 +145,7 @@ class Workspace(NamedTuple):
     acc: Tensor
     sums: Tensor
     arrivals: Tensor
+    draws: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,6 +205,7 @@ class DecodePlan:
             arrivals=torch.zeros(
                 max_requests, num_kv_heads, row_blocks, dtype=torch.int32, device=device
             ),
+            draws=torch.zeros(1, dtype=torch.int32, device=device),
         )
         return cls(
             num_heads, num_kv_heads, head_dim, max_query_len, sliding_window, batch_invariant,
@@ -247,11 +252,12 @@ class DecodePlan:
             raise KernelArgumentError(
                 f"metadata: got {num_requests} requests, expected at most {limit}, the plan's"
             )
-        num_splits = self.workspace.acc.shape[0]
+        workspace = self.workspace
+        num_splits = workspace.acc.shape[0]
         _plan_kernel[(triton.cdiv(num_splits + 1, _SPLITS_AT_ONCE),)](
-            seq_lens, query_start, self.workspace.borders, self.workspace.parts, num_requests,
-            self.max_query_len, self.sliding_window or 0, num_splits,
-            KV_TILE=kv_tile(self.workspace), HAS_WINDOW=self.sliding_window is not None,
+            seq_lens, query_start, workspace.borders, workspace.parts, workspace.draws,
+            num_requests, self.max_query_len, self.sliding_window or 0, num_splits,
+            KV_TILE=kv_tile(workspace), HAS_WINDOW=self.sliding_window is not None,
             CHARGE=SEGMENT_CHARGE, WHOLE=self.batch_invariant,
             SPLITS=_SPLITS_AT_ONCE, CHUNK=_REQUESTS_AT_ONCE,
         )  # fmt: skip

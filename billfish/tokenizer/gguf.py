@@ -63,7 +63,8 @@ def from_gguf(metadata: Mapping[str, Any], path: str) -> Tokenizer:
     Arrays may be lists or numpy arrays. A control token is matched in text only where the caller
     asks for it (see Tokenizer.encode); that holds also for user-defined tokens that look like turn
     markers, <|...|>. Raises CheckpointError for metadata that is missing, malformed,
-    contradictory, or of a kind that is not supported.
+    contradictory, or of a kind that is not supported; for a chat template that cannot be used, only
+    when a chat is to be rendered.
     """
     source = Metadata(metadata, path)
     kind = source.text("tokenizer.ggml.model")
@@ -196,18 +197,24 @@ def _vocabulary(
     )
 
 
-def _chat_template(source: Metadata, vocabulary: Vocabulary) -> ChatTemplate | None:
+def _chat_template(
+    source: Metadata, vocabulary: Vocabulary
+) -> ChatTemplate | CheckpointError | None:
     key = "tokenizer.chat_template"
     if key not in source:
         return None
     eos = source.token_id("tokenizer.ggml.eos_token_id", len(vocabulary.texts))
     bos = vocabulary.bos_token_id
-    return ChatTemplate(
-        source.text(key),
-        source.path,
-        bos_token="" if bos is None else vocabulary.texts[bos],
-        eos_token="" if eos is None else vocabulary.texts[eos],
-    )
+    text = source.text(key)
+    try:
+        return ChatTemplate(
+            text,
+            source.path,
+            bos_token="" if bos is None else vocabulary.texts[bos],
+            eos_token="" if eos is None else vocabulary.texts[eos],
+        )
+    except CheckpointError as error:  # the model can still continue texts
+        return error
 
 
 def _token_types(source: Metadata, texts: list[str]) -> list[int]:

@@ -65,7 +65,6 @@ BROKEN = [
     (sentencepiece(PIECES, remove_extra_whitespaces=True), K + "remove_extra_whitespaces", "not"),
     (sentencepiece(PIECES, precompiled_charsmap=[1]), K + "precompiled_charsmap", "not"),
     (byte_level() | {"tokenizer.chat_template": 5}, "tokenizer.chat_template", "string"),
-    (byte_level() | {"tokenizer.chat_template": "{% if %}"}, "tokenizer.chat_template", "line 1"),
 ]
 
 
@@ -173,3 +172,13 @@ def test_half_a_character_is_raw_bytes_in_the_stream_and_marked_in_text():
     assert [tokenizer.token_bytes(i) for i in ids] == [b"\xc3", b"\xa9"]
     assert tokenizer.decode(ids[:1]) == "\ufffd"
     assert tokenizer.decode(ids) == "é"
+
+
+def test_a_template_that_cannot_be_used_hinders_chats_only():
+    metadata = byte_level() | {"tokenizer.chat_template": "{% if %}"}
+    tokenizer = from_gguf(metadata, "model.gguf")
+    assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
+    assert tokenizer.chat_template is None
+    with pytest.raises(CheckpointError, match="line 1") as error:
+        tokenizer.encode_chat([{"role": "user", "content": "abc"}])
+    assert error.value.tensor == "tokenizer.chat_template"

@@ -82,7 +82,7 @@ def hopper_config(m: int, units: tuple[int, int, int], processors: int) -> Hoppe
     tiles = -(-blocks // 2) * -(-m // 256)
     waves = -(-tiles // processors)
     if m > 128 and (tiles >= 0.8 * waves * processors or waves > 4):
-        return HopperConfig(rows=64, consumers=2, tile_m=256, stages=2, sum_scale=False)
+        return HopperConfig(rows=64, consumers=2, tile_m=256, stages=3, sum_scale=False)
     return HopperConfig(
         rows=64, consumers=2, tile_m=128, stages=4, sum_scale=False, carry=megabytes < 0.8
     )

@@ -139,8 +139,12 @@ def w4a16_matmul(
     if rows.shape[0] == 0:
         return x.new_empty((*x.shape[:-1], n))
     zero_point = layout.partition("-")[2]
-    with torch.cuda.device(x.device):
-        y = multiply(rows, codes, n, None if bias is None else bias.contiguous(), zero_point)
+    bias = None if bias is None else bias.contiguous()
+    if x.device.index == torch.cuda.current_device():
+        y = multiply(rows, codes, n, bias, zero_point)
+    else:
+        with torch.cuda.device(x.device):
+            y = multiply(rows, codes, n, bias, zero_point)
     return y.view(*x.shape[:-1], n)
 
 

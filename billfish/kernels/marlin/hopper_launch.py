@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from billfish.kernels.gluon_compat import DirectLaunch
 from billfish.kernels.marlin.configs import HopperConfig
 from billfish.kernels.marlin.hopper_gemm import w4a16_hopper
 from billfish.kernels.marlin.hopper_plan import Plan, plan
@@ -40,32 +40,48 @@ def descriptors(plan: Plan, x: Tensor, units: Tensor) -> tuple[TensorDescriptor,
     )
 
 
-class _Address:
-    """Stands for a tensor of which only the address is asked."""
+class _Launcher:
+    """A compiled kernel, and what its launches share: the tensor maps of weights and activations.
 
-    __slots__ = ("_address",)
+    A tensor map holds an address, a shape and strides, so one that fits stays valid whatever tensor
+    lives at that address.
+    """
 
-    def __init__(self, address: int) -> None:
-        self._address = address
+    _KEPT = 4096
 
-    def data_ptr(self) -> int:
-        return self._address
+    def __init__(self, kernel: Any, plan: Plan) -> None:
+        self._launch = DirectLaunch(kernel)
+        self._constants = tuple(plan.constants.values())
+        self._weights: dict[Any, list[Any]] = {}
+        self._activations: dict[Any, list[Any]] = {}
+
+    def __call__(self, p: Plan, x: Tensor, units: Tensor, memory: tuple[Tensor, ...]) -> None:
+        address = units.data_ptr()
+        weights = self._weights.get((address, p.units))
+        if weights is None:
+            weights = self._weight_maps(p, address)
+        key = (x.data_ptr(), x.shape, x.stride(0))
+        activations = self._activations.get(key)
+        if activations is None:
+            if len(self._activations) >= self._KEPT:
+                self._activations.clear()
+            activations = self._launch.tensor_map(2, key[0], list(x.shape), [key[2], 1])
+            self._activations[key] = activations
+        self._launch(
+            p.division.blocks, [*weights, *activations, *memory, *p.numbers, *self._constants]
+        )
+
+    def _weight_maps(self, p: Plan, address: int) -> list[Any]:
+        if len(self._weights) >= self._KEPT:
+            self._weights.clear()
+        (codes, _), (meta, _) = p.weight_shapes
+        maps = self._launch.tensor_map(0, address, codes, p.weight_strides)
+        maps += self._launch.tensor_map(1, address + 4 * CODE_WORDS, meta, p.weight_strides)
+        self._weights[address, p.units] = maps
+        return maps
 
 
-class _Descriptor:
-    """What Triton's launcher reads of a TensorDescriptor, without the checks of making one."""
-
-    __slots__ = ("base", "padding", "round_f32_to_tf32", "shape", "strides")
-
-    def __init__(self, base: Any, shape: Any, strides: Any) -> None:
-        self.base = base
-        self.shape = shape
-        self.strides = strides
-        self.padding = "zero"
-        self.round_f32_to_tf32 = False
-
-
-_compiled: dict[tuple[Any, ...], Any] = {}
+_launchers: dict[tuple[Any, ...], _Launcher] = {}
 
 
 def launch(
@@ -89,30 +105,11 @@ def launch(
         counters = zeroed_counters(device, p.counter_count)
     memory = (y, y if bias is None else bias, partial, counters)
     key = (p.kernel_key, memory[1].data_ptr() % 16, device.index)
-    kernel = _compiled.get(key)
-    if kernel is None:
-        grid = (p.division.blocks,)
+    launcher = _launchers.get(key)
+    if launcher is not None:
+        launcher(p, x, units, memory)
+    else:
         arguments = (*descriptors(p, x, units), *memory, *p.numbers)
-        _compiled[key] = w4a16_hopper[grid](*arguments, **p.constants, **p.options)
-        return y
-    address = units.data_ptr()
-    (codes, _), (meta, _) = p.weight_shapes
-    arguments = (
-        _Descriptor(_Address(address), codes, p.weight_strides),
-        _Descriptor(_Address(address + 4 * CODE_WORDS), meta, p.weight_strides),
-        _Descriptor(x, x.shape, x.stride()),
-        *memory, *p.numbers, *p.constants.values(),
-    )  # fmt: skip
-    _run(kernel, p.division.blocks, arguments)
+        kernel = w4a16_hopper[(p.division.blocks,)](*arguments, **p.constants, **p.options)
+        _launchers[key] = _Launcher(kernel, p)
     return y
-
-
-def _run(kernel: Any, blocks: int, arguments: tuple[Any, ...]) -> None:
-    """Launch a compiled kernel on the current stream, as Triton's JITFunction.run ends."""
-    stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-    hooks = knobs.runtime
-    kernel.run(
-        blocks, 1, 1, stream, kernel.function, kernel.packed_metadata,
-        kernel.launch_metadata((blocks,), stream, *arguments),
-        hooks.launch_enter_hook, hooks.launch_exit_hook, *arguments,
-    )  # fmt: skip

@@ -12,6 +12,7 @@ from billfish.kernels.marlin.packing import CODE_WORDS, META_WORDS, UNIT_N
 
 _REGISTERS = 65536  # 32-bit registers of a multiprocessor
 _SHARED_MEMORY = 233472  # bytes of a multiprocessor, compute capability 9.0
+_SHARING_COST = 10  # steps: about what adding up the sums of shared tiles takes, on an H200
 _MAX_REGISTERS = 168  # a thread at launch; consumers take more from the producer's share
 
 
@@ -40,8 +41,8 @@ def divide(config: HopperConfig, m: int, n_units: int, steps: int, processors: i
     tiles = tiles_n * tiles_m
     slots = processors * config.grid_per_sm
     waves = -(-tiles // slots)
-    if not config.stream_k or tiles >= 0.8 * waves * slots:
-        # Where the last wave is nearly full, adding up shared tiles would cost more than it gains.
+    idle = (waves - tiles / slots) * steps  # steps that a block idles if all tiles stay whole
+    if not config.stream_k or idle <= _SHARING_COST or idle <= 0.05 * waves * steps:
         return Division(min(slots, tiles), steps, tiles_n, tiles_m, tiles, 0, 0)
     blocks = min(slots, tiles * steps)
     whole = tiles // blocks * blocks

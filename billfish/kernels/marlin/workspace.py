@@ -57,4 +57,4 @@ def zeroed_counters(device: torch.device, count: int) -> Tensor:
     pool = _pools.setdefault(device, _Pool())
     if torch.cuda.is_current_stream_capturing():
         return pool.for_capture(device, count)
-    return pool.for_stream(device, torch.cuda.current_stream(device).cuda_stream, count)
+    return pool.for_stream(device, torch._C._cuda_getCurrentRawStream(device.index), count)

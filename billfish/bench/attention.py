@@ -341,7 +341,7 @@ def environment(arguments: list[str]) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": git.stdout.strip() or None,
+        "commit": git.stdout.strip() if git.returncode == 0 else None,
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

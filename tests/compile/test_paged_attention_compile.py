@@ -193,9 +193,12 @@ def test_hopper_prefill(monkeypatch, heads, kv_heads, head_dim, block, options):
     arguments = step(heads, kv_heads, head_dim, block, query_len=64)
     scoring = Scoring(0.1, **options)
     assert hopper_prefill.supports(*arguments[:3], scoring)
+    plan = plan_for(heads, kv_heads, head_dim).workspace
 
     def launch():
-        hopper_prefill.prefill(*arguments, scoring, decoded_len=4, num_programs=132)
+        hopper_prefill.prefill(
+            *arguments, scoring, decoded_len=4, plan=plan, overlap=True, num_programs=132
+        )
 
     code, shared = compiled(monkeypatch, hopper_prefill, "_prefill_kernel", launch, 90)
     # Two warpgroups: the first product, that of each kind of step, and the last.

@@ -319,6 +319,18 @@ def test_plans(programs):
     assert plan.nbytes == sum(t.numel() * t.element_size() for t in plan.workspace)
 
 
+@pytest.mark.parametrize("longest", [1, 4])
+def test_plans_of_mixed_batches(longest):
+    """Decode, prefill and tokens of no request; once with as many tokens as if all were long."""
+    for seq_lens, query_lens, extra in ((*MIXED, 3), ([300, 9], [20, 1], 19), ([300], [200], 0)):
+        case = make_case(seq_lens, query_lens, extra_tokens=extra)
+        check(case)
+        plan, case = planned(case, max_query_len=longest)
+        for _ in range(3):
+            check(case)
+        assert not plan.workspace.draws.any()
+
+
 def test_plan_of_another_window_is_not_used():
     _, case = planned(make_case([500, 900], [1, 1]), sliding_window=100)
     check(case)

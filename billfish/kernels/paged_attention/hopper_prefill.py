@@ -1,7 +1,7 @@
 """Prefill for Hopper (sm_90a) in Gluon: the work of `prefill`, warp-specialized.
 
 Programs stay on their multiprocessor. A scheduler warp draws items (128 packed query rows of a
-request and set of heads) from a counter, the longest of a request first, and hands them to the
+request and set of heads) from a counter, those with most keys first, and hands them to the
 others through shared memory. Two producer warps fetch K and V, a TMA box a block, into a
 circular queue each; two warpgroups attend 64 rows each with wgmma. Following FlashAttention-3
 (Shah et al., 2024), a warpgroup starts the product Q K^T of the next tile before it finishes P V of
@@ -22,242 +22,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from billfish.kernels.gluon_compat import aggregate, barrier
-from billfish.kernels.paged_attention.planner import Scoring
+from billfish.kernels.paged_attention.hopper_feed import (
+    FIELDS,
+    HALF,
+    READERS,
+    ROWS,
+    TILE,
+    Batch,
+    Ring,
+    field,
+    make_ring,
+    produce,
+    read_record,
+    schedule,
+)
+from billfish.kernels.paged_attention.planner import (
+    Scoring,
+    Workspace,
+    order_rows,
+    packed_heads,
+)
 from billfish.kernels.paged_attention.tile import LOG2E, NO_SCORE
 
-ROWS = gl.constexpr(128)  # packed query rows of an item
-HALF = gl.constexpr(64)  # of them, those of one warpgroup
-TILE = gl.constexpr(128)  # keys
-FIELDS = gl.constexpr(32)  # of an item's record; 8 are used
 K_STAGES, V_STAGES = 3, 2
-READERS = gl.constexpr(4)  # partitions that read a record
 CONSUMER_REGISTERS, OTHER_REGISTERS = 232, 40
-
-
-@aggregate
-class Ring:
-    """A circular queue in shared memory."""
-
-    buffer: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    STAGES: gl.constexpr
-
-    @gluon.jit
-    def advance(self, stage, phase):
-        stage += 1
-        wrapped = stage == self.STAGES
-        return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
-
-    @gluon.jit
-    def wait_full(self, stage, phase):
-        mbarrier.wait(self.full.index(stage), phase)
-
-    @gluon.jit
-    def release(self, stage):
-        mbarrier.arrive(self.empty.index(stage))
-
-
-@gluon.jit
-def _ring(DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, READERS: gl.constexpr):
-    STAGES: gl.constexpr = SHAPE[0]
-    ring = Ring(
-        gl.allocate_shared_memory(DTYPE, SHAPE, LAYOUT),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
-        STAGES,
-    )
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ring.full.index(i), count=1)
-        mbarrier.init(ring.empty.index(i), count=READERS)
-    return ring
-
-
-@aggregate
-class Batch:
-    """The step's requests, and what a query sees."""
-
-    block_table: gl.tensor
-    seq_lens: gl.tensor
-    query_start: gl.tensor
-    draws: gl.tensor
-    num_requests: gl.tensor
-    num_tokens: gl.tensor
-    decoded_len: gl.tensor
-    window: gl.tensor
-    table_stride: gl.tensor
-    items: gl.tensor
-    SETS: gl.constexpr  # head sets: KV heads, or query heads where a group is not packed
-    PACK: gl.constexpr  # query heads packed as rows of an item
-    GROUP: gl.constexpr
-    BLOCK_SIZE: gl.constexpr
-    HAS_WINDOW: gl.constexpr
-
-    @gluon.jit
-    def find(self, index):
-        """The request of an index along the batch, see `prefill._find_request`: (request, how far
-        the index lies in it, first new token, last + 1, KV length), in one trip to memory.
-        """
-        CHUNK: gl.constexpr = 128
-        lane = gl.arange(0, CHUNK, layout=gl.BlockedLayout([4], [32], [1], [0]))
-        owner = index * 0 - 1
-        begin = index * 0
-        start = index * 0
-        end = index * 0
-        kv_len = index * 0
-        for first in range(0, self.num_requests + 1, CHUNK):
-            r = first + lane
-            real = r < self.num_requests
-            starts = gl.load(self.query_start + r, mask=r <= self.num_requests, other=0)
-            ends = gl.load(self.query_start + r + 1, mask=real, other=self.num_tokens)
-            lens = gl.load(self.seq_lens + r, mask=real, other=0)
-            begins = starts * self.PACK // ROWS + r
-            before = (begins <= index) & (r <= self.num_requests)
-            count = gl.sum(before.to(gl.int32), 0)
-            owner += count
-            # All but the KV lengths grow with r.
-            begin = gl.maximum(begin, gl.max(gl.where(before, begins, 0), 0))
-            start = gl.maximum(start, gl.max(gl.where(before, starts, 0), 0))
-            end = gl.maximum(end, gl.max(gl.where(before, ends, 0), 0))
-            its = gl.sum(gl.where(lane == count - 1, lens, 0), 0)
-            kv_len = gl.where(count > 0, its, kv_len)
-        return owner, index - begin, start, end, kv_len
-
-    @gluon.jit
-    def record(self, item):
-        """The fields of an item as a vector; field 1, its number of tokens, is 0 if it is empty.
-
-        The last rows of a request see most keys: they go first.
-        """
-        TOKENS: gl.constexpr = ROWS // self.PACK
-        r, place, start, end, kv_len = self.find(item // self.SETS)
-        row_block = (end - start + TOKENS - 1) // TOKENS - 1 - place
-        short = (r < self.num_requests) & (end - start <= self.decoded_len)
-        tokens = gl.minimum(end - start - row_block * TOKENS, TOKENS)
-        tokens = gl.where((row_block < 0) | short, 0, tokens)
-        position = kv_len - (end - start) + row_block * TOKENS
-        first_tile = position * 0
-        if self.HAS_WINDOW:
-            first_tile = gl.maximum(position + 1 - self.window, 0) // TILE
-        end_tile = gl.maximum((position + tokens + TILE - 1) // TILE, first_tile + 1)
-        row = gl.minimum(r, self.num_requests - 1)
-        first_token = start + row_block * TOKENS
-        fields = (first_token, tokens, item % self.SETS, first_tile, end_tile, position, row)
-        lane = gl.arange(0, FIELDS, layout=gl.BlockedLayout([1], [32], [1], [0]))
-        record = gl.where(lane == 7, kv_len, 0)
-        for i in gl.static_range(7):
-            record = gl.where(lane == i, fields[i], record)
-        return record, tokens
-
-
-@gluon.jit
-def _schedule(batch, records):
-    """Draw items and pass on their records; an empty record ends."""
-    stage = 0
-    phase = 1
-    item = gl.program_id(0)
-    while item < batch.items:
-        record, tokens = batch.record(item)
-        if tokens > 0:
-            mbarrier.wait(records.empty.index(stage), phase)
-            records.buffer.index(stage).store(record)
-            mbarrier.arrive(records.full.index(stage))
-            stage, phase = records.advance(stage, phase)
-        drawn = gl.atomic_add(batch.draws, 1, sem="relaxed")
-        item = gl.num_programs(0) + drawn
-        if drawn == batch.items - 1:
-            gl.store(batch.draws, 0)  # each program draws until it gets none: this was the last
-    mbarrier.wait(records.empty.index(stage), phase)
-    lane = gl.arange(0, FIELDS, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    records.buffer.index(stage).store(lane * 0)
-    mbarrier.arrive(records.full.index(stage))
-
-
-@gluon.jit
-def _read(records, stage, phase, WARPS: gl.constexpr):
-    """The next record, as a vector that every warp holds whole."""
-    records.wait_full(stage, phase)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    record = records.buffer.index(stage).load(LAYOUT)
-    records.release(stage)
-    return record
-
-
-@gluon.jit
-def _field(record, INDEX: gl.constexpr):
-    lane = gl.arange(0, FIELDS, layout=record.type.layout)
-    return gl.sum(gl.where(lane == INDEX, record, 0), 0)
-
-
-@gluon.jit
-def _fetch_queries(q_ring, desc, token, head0, PACK: gl.constexpr, D: gl.constexpr):
-    bar = q_ring.full.index(0)
-    mbarrier.expect(bar, ROWS * D * desc.dtype.primitive_bitwidth // 8)
-    for c in gl.static_range(2):
-        target = q_ring.buffer.index(c)._reinterpret(
-            desc.dtype, [HALF // PACK, PACK, D], desc.layout
-        )
-        at = [token + c * (HALF // PACK), head0, 0]
-        tma.async_copy_global_to_shared(desc, at, bar, target)
-
-
-@gluon.jit
-def _fetch_tile(ring, stage, desc, rows, column, D: gl.constexpr):
-    """One box [BOX, 64] for each block and 64 columns: pieces of one swizzled [TILE, D] tile."""
-    BOX: gl.constexpr = desc.block_shape[0]
-    BOXES: gl.constexpr = TILE // BOX
-    COLUMNS: gl.constexpr = D // 64
-    lane = gl.arange(0, 32, layout=rows.type.layout)
-    bar = ring.full.index(stage)
-    mbarrier.expect(bar, TILE * D * desc.dtype.primitive_bitwidth // 8)
-    boxes = ring.buffer._reinterpret(
-        desc.dtype, [ring.STAGES * COLUMNS * BOXES, BOX, 64], desc.layout
-    )
-    for b in gl.static_range(BOXES):
-        row = gl.sum(gl.where(lane == b, rows, 0), 0)
-        for half in gl.static_range(COLUMNS):
-            target = boxes.index((stage * COLUMNS + half) * BOXES + b)
-            tma.async_copy_global_to_shared(desc, [row, column + half * 64], bar, target)
-
-
-@gluon.jit
-def _produce(batch, records, ring, desc, q_ring, q_desc, D: gl.constexpr, WITH_Q: gl.constexpr):
-    """Fetch the tiles of K, with the queries before them, or those of V."""
-    BOX: gl.constexpr = desc.block_shape[0]
-    BOXES: gl.constexpr = TILE // BOX
-    PER_BLOCK: gl.constexpr = batch.BLOCK_SIZE // BOX
-    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    nowhere = desc.shape[0]  # past the cache: TMA fills with zeros and reads nothing
-    stage = 0
-    phase = 1
-    q_phase = 1
-    slot = 0
-    slot_phase = 0
-    record = _read(records, slot, slot_phase, 1)
-    slot, slot_phase = records.advance(slot, slot_phase)
-    while _field(record, 1) > 0:
-        first = _field(record, 3)
-        end = _field(record, 4)
-        head0 = _field(record, 2) * batch.PACK
-        if WITH_Q:
-            mbarrier.wait(q_ring.empty.index(0), q_phase)
-            q_phase = q_phase ^ 1
-            _fetch_queries(q_ring, q_desc, _field(record, 0), head0, batch.PACK, D)
-        table = batch.block_table + _field(record, 6).to(gl.int64) * batch.table_stride
-        low = first * 0
-        if batch.HAS_WINDOW:
-            low = gl.maximum(_field(record, 5) + 1 - batch.window, 0) // BOX
-        high = (_field(record, 7) + BOX - 1) // BOX
-        for i in range(end - first):
-            box = (end - 1 - i) * BOXES + lane
-            here = (box >= low) & (box < high) & (lane < BOXES)
-            block = gl.load(table + box // PER_BLOCK, mask=here, other=0)
-            rows = gl.where(here, (block * PER_BLOCK + box % PER_BLOCK) * BOX, nowhere)
-            mbarrier.wait(ring.empty.index(stage), phase)
-            _fetch_tile(ring, stage, desc, rows, head0 // batch.GROUP * D, D)
-            stage, phase = ring.advance(stage, phase)
-        record = _read(records, slot, slot_phase, 1)
-        slot, slot_phase = records.advance(slot, slot_phase)
 
 
 @aggregate
@@ -414,13 +202,13 @@ def _consume(
     q_phase = 0
     slot = 0
     slot_phase = 0
-    record = _read(records, slot, slot_phase, 4)
+    record = read_record(records, slot, slot_phase, 4)
     slot, slot_phase = records.advance(slot, slot_phase)
-    while _field(record, 1) > 0:
-        first = _field(record, 3)
-        end = _field(record, 4)
-        position = _field(record, 5)
-        kv_len = _field(record, 7)
+    while field(record, 1) > 0:
+        first = field(record, 3)
+        end = field(record, 4)
+        position = field(record, 5)
+        kv_len = field(record, 7)
         row = c * HALF + gl.arange(0, HALF, layout=ROW)
         scores = Scores(
             position + row // batch.PACK, scale, soft_cap, batch.window, S, HAS_CAP,
@@ -468,25 +256,25 @@ def _consume(
         o, p = warpgroup_mma_wait(0, deps=[o, p])
         v.release(v_stage)
         v_stage, v_phase = v.advance(v_stage, v_phase)
-        head0 = _field(record, 2) * batch.PACK
+        head0 = field(record, 2) * batch.PACK
         o = output.normalize(o, top, total, head0, batch.PACK)
-        output.store(o, c, _field(record, 0), _field(record, 1), head0, batch.PACK)
-        record = _read(records, slot, slot_phase, 4)
+        output.store(o, c, field(record, 0), field(record, 1), head0, batch.PACK)
+        record = read_record(records, slot, slot_phase, 4)
         slot, slot_phase = records.advance(slot, slot_phase)
     tma.store_wait(0)
 
 
-_COUNTS = ["num_requests", "num_tokens", "decoded_len", "window", "table_stride", "items"]
+_COUNTS = ["num_requests", "num_tokens", "decoded_len", "window", "table_stride"]
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
 def _prefill_kernel(
-    q_desc, k_desc, v_desc, out_desc, out, block_table, seq_lens, query_start, sinks, draws,
-    num_requests, num_tokens, decoded_len, window, table_stride, items, scale, soft_cap,
+    q_desc, k_desc, v_desc, out_desc, out, block_table, seq_lens, query_start, sinks, order,
+    draws, num_requests, num_tokens, decoded_len, window, table_stride, scale, soft_cap,
     HEADS: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr, OTHER_REGS: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, OTHER_REGS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]
@@ -497,27 +285,27 @@ def _prefill_kernel(
     DTYPE: gl.constexpr = k_desc.dtype
     SWIZZLED: gl.constexpr = k_desc.layout
     batch = Batch(
-        block_table, seq_lens, query_start, draws, num_requests, num_tokens, decoded_len, window,
-        table_stride, items, HEADS // PACK, PACK, GROUP, BLOCK_SIZE, HAS_WINDOW,
+        block_table, seq_lens, query_start, order, draws, num_requests, num_tokens, decoded_len,
+        window, table_stride, HEADS // PACK, PACK, GROUP, BLOCK_SIZE, HAS_WINDOW,
     )  # fmt: skip
-    k = _ring(DTYPE, [K_STAGES, TILE, D], SWIZZLED, 2)
-    v = _ring(DTYPE, [V_STAGES, TILE, D], SWIZZLED, 2)
+    k = make_ring(DTYPE, [K_STAGES, TILE, D], SWIZZLED, 2)
+    v = make_ring(DTYPE, [V_STAGES, TILE, D], SWIZZLED, 2)
     halves = gl.allocate_shared_memory(DTYPE, [2, HALF, D], SWIZZLED)
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full.index(0), count=1)
     mbarrier.init(q_empty.index(0), count=2)
     q_ring = Ring(halves, q_full, q_empty, 1)
-    records = _ring(gl.int32, [2, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]), READERS)
+    records = make_ring(gl.int32, [2, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]), READERS)
     buffer = gl.allocate_shared_memory(DTYPE, [2, HALF, D], SWIZZLED)
     output = Output(out, out_desc, buffer, sinks, HEADS, HAS_SINKS)
     gl.warp_specialize(
         [
             (_consume, (0, batch, records, k, v, q_ring, output, scale, soft_cap, S, ACC, HAS_CAP)),
             (_consume, (1, batch, records, k, v, q_ring, output, scale, soft_cap, S, ACC, HAS_CAP)),
-            (_produce, (batch, records, k, k_desc, q_ring, q_desc, D, True)),
-            (_produce, (batch, records, v, v_desc, q_ring, q_desc, D, False)),
-            (_schedule, (batch, records)),
+            (produce, (batch, records, k, k_desc, q_ring, q_desc, D, True, PDL)),
+            (produce, (batch, records, v, v_desc, q_ring, q_desc, D, False, PDL)),
+            (schedule, (batch, records, PDL)),
         ],
         [4, 1, 1, 1],
         [CONSUMER_REGS, OTHER_REGS, OTHER_REGS, OTHER_REGS],
@@ -555,23 +343,29 @@ def prefill(
     scoring: Scoring,
     *,
     decoded_len: int,
-    draws: Tensor | None = None,
+    plan: Workspace | None = None,
+    overlap: bool = False,
     num_programs: int | None = None,
 ) -> None:
     """As `prefill.prefill`, for what `supports` covers.
 
-    draws: int32 [1] holding 0, the counter of drawn items; it is 0 again afterwards.
+    plan: of the step, with `order` for this decoded_len; without, it is made here. overlap: start
+    while the kernel ahead in the stream drains; see `hopper_decode.decode`.
     """
     num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
     num_tokens, num_heads, _ = query.shape
     group = num_heads // num_kv_heads
-    pack = group if group & (group - 1) == 0 and group <= HALF.value else 1
-    row_blocks = num_tokens * pack // ROWS.value + seq_lens.shape[0] + 1
-    items = row_blocks * (num_heads // pack)
-    if draws is None:
-        draws = torch.zeros(1, dtype=torch.int32, device=query.device)
+    pack = packed_heads(group)
+    num_requests, device = seq_lens.shape[0], query.device
+    if plan is None:
+        order = torch.empty(num_requests + 2, dtype=torch.int32, device=device)
+        draws = torch.zeros(1, dtype=torch.int32, device=device)
+        order_rows(seq_lens, query_start, num_tokens, decoded_len, pack, ROWS.value, order)
+    else:
+        order, draws = plan.order, plan.draws
+    most_items = (num_tokens * pack // ROWS.value + num_requests + 1) * (num_heads // pack)
     if num_programs is None:
-        num_programs = torch.cuda.get_device_properties(query.device).multi_processor_count
+        num_programs = torch.cuda.get_device_properties(device).multi_processor_count
     box = min(block_size, TILE.value)
     row = num_kv_heads * head_dim
     k_desc, v_desc = (
@@ -588,14 +382,14 @@ def prefill(
         )
         for rows in (query, out)
     )  # fmt: skip
-    _prefill_kernel[(min(num_programs, items),)](
+    _prefill_kernel[(min(num_programs, most_items),)](
         q_desc, k_desc, v_desc, out_desc, out, block_table, seq_lens, query_start,
-        query if scoring.sinks is None else scoring.sinks,
-        draws,
-        seq_lens.shape[0], num_tokens, decoded_len, scoring.sliding_window or 0,
-        block_table.stride(0), items, scoring.scale * LOG2E.value, scoring.soft_cap or 0.0,
+        query if scoring.sinks is None else scoring.sinks, order, draws,
+        num_requests, num_tokens, decoded_len, scoring.sliding_window or 0,
+        block_table.stride(0), scoring.scale * LOG2E.value, scoring.soft_cap or 0.0,
         HEADS=num_heads, GROUP=group, PACK=pack, D=head_dim, BLOCK_SIZE=block_size,
         K_STAGES=K_STAGES, V_STAGES=V_STAGES, HAS_CAP=scoring.soft_cap is not None,
         HAS_WINDOW=scoring.sliding_window is not None, HAS_SINKS=scoring.sinks is not None,
-        CONSUMER_REGS=CONSUMER_REGISTERS, OTHER_REGS=OTHER_REGISTERS, num_warps=4, maxnreg=168,
+        CONSUMER_REGS=CONSUMER_REGISTERS, OTHER_REGS=OTHER_REGISTERS, PDL=overlap,
+        launch_pdl=overlap, num_warps=4, maxnreg=168,
     )  # fmt: skip

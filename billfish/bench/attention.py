@@ -338,6 +338,8 @@ def unpacked(batch: Batch) -> list[Call]:
 
 def environment(arguments: list[str]) -> dict[str, Any]:
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True, check=True)
     return {
         "device": torch.cuda.get_device_name(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -346,6 +348,7 @@ def environment(arguments: list[str]) -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "triton": triton.__version__,
+            "driver": driver.stdout.splitlines()[0],
         },
         "command": "python -m billfish.bench.attention " + " ".join(arguments),
     }

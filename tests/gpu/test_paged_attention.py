@@ -16,6 +16,7 @@ from billfish.kernels.paged_attention import (
     attend,
     copy_blocks,
     reference,
+    rotate_and_write,
     swap_blocks,
     write_kv,
 )
@@ -465,8 +466,6 @@ def rotated(x, positions, cos_sin, weight, eps):
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("tokens", [1, 300, 3000])
 def test_fused_rotary_norm_and_write(head_dim, tokens):
-    from billfish.kernels.paged_attention.cache_write import rotate_and_write
-
     qkv = torch.randn(tokens, 16, head_dim, device="cuda").bfloat16()
     query, key, value = qkv.split((8, 4, 4), dim=1)
     slots = torch.randperm(16 * 400, device="cuda")[:tokens]

@@ -31,6 +31,19 @@ def write_kv(
         cache_write.write(key, value, k_cache, v_cache, slot_mapping)
 
 
+def rotate_and_write(
+    query: Tensor, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor,
+    slot_mapping: Tensor, positions: Tensor | None, cos_sin: Tensor | None,
+    q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
+    _check(k_cache)
+    with torch.cuda.device(key.device):
+        return cache_write.rotate_and_write(
+            query, key, value, k_cache, v_cache, slot_mapping, positions=positions,
+            cos_sin=cos_sin, q_norm=q_norm, k_norm=k_norm, eps=eps,
+        )  # fmt: skip
+
+
 def attend(
     query: Tensor,
     k_cache: Tensor,

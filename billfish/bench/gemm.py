@@ -139,7 +139,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "deep queue": {"stages": 2},
     "scale on sums": {"sum_scale": False},
     "grouped raster": {"group_m": 1},
-    "room for the next kernel": {"blocks_per_sm": 1, "grid_per_sm": 1},
+    "several blocks a multiprocessor": {"blocks_per_sm": 1, "grid_per_sm": 1},
 }
 """What turns each technique off."""
 
@@ -202,7 +202,7 @@ def environment(arguments: Sequence[str]) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": git.stdout.strip() or None,
+        "commit": None if git.returncode else git.stdout.strip(),
         "versions": {
             "python": platform.python_version(), "torch": torch.__version__,
             "triton": triton.__version__, "vllm": "0.23.0", "humming-kernels": "0.1.20",

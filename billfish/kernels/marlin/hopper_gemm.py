@@ -7,10 +7,12 @@ weights never touch shared memory; X is the B operand. The techniques, each a co
 - Asynchronous loads into a circular queue: one producer warp keeps `STAGES` stages of 128 columns
   in flight with TMA (codes, scales and zeros as packed, and X); `CONSUMERS` warpgroups empty them.
 - Double buffering (`OVERLAP`): a warpgroup dequantizes the second half of a stage while the tensor
-  cores multiply the first.
+  cores multiply the first; with `CARRY` also the first half of the next while they multiply the
+  second.
 - Stream-K (Osama et al., 2023, arXiv 2301.03598), see hopper_schedule.
 - Programmatic dependent launch (`PDL`): the weight queue fills while the kernel before this one
-  drains; only what that kernel may have written is waited for.
+  drains. Everything but the weights is waited for, so the kernel before must not write them (an
+  ordinary kernel may: this one starts when it has ended).
 - Grouped raster (`GROUP_M`): tiles that run at the same time share rows of W and X in L2.
 
 The scale is applied to fp32 sums of one group (`SUM_SCALE`, groups of 128) or to the fragments.
@@ -76,6 +78,9 @@ class Queue:
 
     @gluon.jit
     def before(self, stage):
+        """The stage before this one."""
+        # Computed, not carried along a loop: a variable that begins as another name of one that the
+        # loop carries (before = stage) is taken for a constant by Triton 3.6.
         return gl.where(stage == 0, self.STAGES - 1, stage - 1)
 
 

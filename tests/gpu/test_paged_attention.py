@@ -274,7 +274,9 @@ def test_huge_logits(dtype):
 
 @both
 def test_tokens_of_no_request_get_zeros():
-    for lens, queries in (MIXED, ([70, 9], [1, 1]), ([300, 300], [200, 200]), ([], [])):
+    for lens, queries in (
+        MIXED, ([70, 9], [1, 1]), ([300, 300], [200, 200]), ([40, 9], [0, 0]), ([], [])
+    ):  # fmt: skip
         case = make_case(lens, queries, extra_tokens=5)
         out = attend(case.query, case.k_cache, case.v_cache, case.metadata)
         check(case, out)

@@ -75,18 +75,13 @@ def attend(
     decode_len = planned_len if plan else _decode_len(max_query_len, group)
     decode_len = short_limit(decode_len, num_tokens, num_requests, max_query_len)
     with torch.cuda.device(query.device):
-        if num_requests and decode_len:
-            if plan:
-                workspace = Workspace(*plan)
-            else:
-                own = DecodePlan.allocate(
-                    max_requests=num_requests, num_heads=num_heads,
-                    num_kv_heads=k_cache.shape[2], head_dim=head_dim, max_query_len=decode_len,
-                    sliding_window=sliding_window, block_size=k_cache.shape[1],
-                    device=query.device,
-                )  # fmt: skip
-                own.split(seq_lens, query_start)
-                workspace = own.workspace
+        decodes = num_requests > 0 and decode_len > 0
+        if decodes:
+            workspace = (
+                Workspace(*plan)
+                if plan
+                else _workspace(query, k_cache, seq_lens, query_start, decode_len, sliding_window)
+            )
             if _runs_hopper_decode(k_cache, v_cache, decode_len * group):
                 from billfish.kernels.paged_attention import hopper_decode
 
@@ -94,7 +89,7 @@ def attend(
                 hopper_decode.decode(*step, workspace, max_query_len=decode_len, overlap=overlap)
             else:
                 decode.decode(*step, workspace, max_query_len=decode_len)
-        if max_query_len > decode_len or not num_requests:
+        if max_query_len > decode_len or not decodes:
             if _runs_hopper_prefill(query, k_cache, v_cache, scoring):
                 from billfish.kernels.paged_attention import hopper_prefill
 
@@ -122,6 +117,20 @@ def swap_blocks(
             got = f"ids from {int(blocks.min())} to {int(blocks.max())}"
             raise bad_argument(name, got, f"0 to {cache.shape[2] - 1}")
     swap.swap(src_cache, dst_cache, src_blocks, dst_blocks)
+
+
+def _workspace(
+    query: Tensor, k_cache: Tensor, seq_lens: Tensor, query_start: Tensor, decode_len: int,
+    sliding_window: int | None,
+) -> Workspace:  # fmt: skip
+    """A workspace of its own for one call, planned."""
+    plan = DecodePlan.allocate(
+        max_requests=seq_lens.shape[0], num_heads=query.shape[1], num_kv_heads=k_cache.shape[2],
+        head_dim=query.shape[2], max_query_len=decode_len, sliding_window=sliding_window,
+        block_size=k_cache.shape[1], device=query.device,
+    )  # fmt: skip
+    plan.split(seq_lens, query_start)
+    return plan.workspace
 
 
 def _runs_hopper_decode(k_cache: Tensor, v_cache: Tensor, packed_rows: int) -> bool:

@@ -122,6 +122,35 @@ def _step(
 
 
 @gluon.jit
+def _first_step(q, k_stage, k_phase, tile, k, scores, DTYPE: gl.constexpr, A: gl.constexpr):
+    """Q K^T and softmax of the first tile, the one on the diagonal."""
+    k.wait_full(k_stage, k_phase)
+    zeros = gl.zeros([HALF, TILE], gl.float32, scores.S)
+    s = warpgroup_mma(
+        q, k.buffer.index(k_stage).permute([1, 0]), zeros, use_acc=False, is_async=True
+    )
+    s = warpgroup_mma_wait(0, deps=[s])
+    k.release(k_stage)
+    k_stage, k_phase = k.advance(k_stage, k_phase)
+    s = scores.mask(scores.cap(s), tile)
+    # Where a row sees none of these keys, nothing may be subtracted from -inf but a number.
+    top = gl.maximum(gl.max(s, axis=1) * scores.scale, NO_SCORE)
+    e = gl.exp2(s * scores.scale - gl.expand_dims(top, 1))
+    return gl.convert_layout(e.to(DTYPE), A), top, _partial_sums(e), k_stage, k_phase
+
+
+@gluon.jit
+def _last_product(o, p, decay, v_stage, v_phase, v, ACC: gl.constexpr):
+    o = o * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, ACC)), 1)
+    v.wait_full(v_stage, v_phase)
+    o = warpgroup_mma(p, v.buffer.index(v_stage), o, is_async=True)
+    o, p = warpgroup_mma_wait(0, deps=[o, p])
+    v.release(v_stage)
+    v_stage, v_phase = v.advance(v_stage, v_phase)
+    return o, v_stage, v_phase
+
+
+@gluon.jit
 def _clear_tail(v, stage, phase, kept, D: gl.constexpr):
     """Zero the rows of a tile of V from `kept` on: slots past the sequence, whatever they hold.
 
@@ -216,19 +245,9 @@ def _consume(
         )  # fmt: skip
         mbarrier.wait(q_ring.full.index(0), q_phase)
         q_phase = q_phase ^ 1
-        k.wait_full(k_stage, k_phase)
-        zeros = gl.zeros([HALF, TILE], gl.float32, S)
-        s = warpgroup_mma(
-            q, k.buffer.index(k_stage).permute([1, 0]), zeros, use_acc=False, is_async=True
+        p, top, total, k_stage, k_phase = _first_step(
+            q, k_stage, k_phase, end - 1, k, scores, DTYPE, A
         )
-        s = warpgroup_mma_wait(0, deps=[s])
-        k.release(k_stage)
-        k_stage, k_phase = k.advance(k_stage, k_phase)
-        s = scores.mask(scores.cap(s), end - 1)
-        top = gl.maximum(gl.max(s, axis=1) * scale, NO_SCORE)
-        e = gl.exp2(s * scale - gl.expand_dims(top, 1))
-        total = _partial_sums(e)
-        p = gl.convert_layout(e.to(DTYPE), A)
         o = gl.zeros([HALF, D], gl.float32, ACC)
         decay = gl.full([HALF], 1.0, gl.float32, ROW)
         if (kv_len < end * TILE) & (kv_len % batch.BLOCK_SIZE != 0):
@@ -250,12 +269,7 @@ def _consume(
                     i + 1 < end - first, 0, k, v, scores, False, ACC, A,
                 )  # fmt: skip
         q_ring.release(0)
-        o = o * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, ACC)), 1)
-        v.wait_full(v_stage, v_phase)
-        o = warpgroup_mma(p, v.buffer.index(v_stage), o, is_async=True)
-        o, p = warpgroup_mma_wait(0, deps=[o, p])
-        v.release(v_stage)
-        v_stage, v_phase = v.advance(v_stage, v_phase)
+        o, v_stage, v_phase = _last_product(o, p, decay, v_stage, v_phase, v, ACC)
         head0 = field(record, 2) * batch.PACK
         o = output.normalize(o, top, total, head0, batch.PACK)
         output.store(o, c, field(record, 0), field(record, 1), head0, batch.PACK)

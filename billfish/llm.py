@@ -1,8 +1,11 @@
 """The offline API: text in, text out, many requests at once."""
 
 import itertools
+import os
+import signal
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from billfish.checkpoint.gguf import GGUFFile
 from billfish.checkpoint.locate import DEMO_MODEL, locate
 from billfish.config import CacheConfig, EngineConfig, SchedulerConfig
 from billfish.engine import Engine, EngineStats, RequestOutput
-from billfish.errors import CheckpointError, ConfigError, InvalidRequestError
+from billfish.errors import CapacityError, CheckpointError, ConfigError, InvalidRequestError
 from billfish.models import gguf as gguf_models
 from billfish.sampling_params import SamplingParams
 from billfish.tokenizer import from_gguf
@@ -26,6 +29,8 @@ Progress = Callable[[int, int], None]
 """Called with (done, total)."""
 
 
+Cancelled = Callable[[], bool]
+"""Asked between steps; once it says yes, what is not done is aborted and the stream ends."""
 Stream = Generator[tuple[int, RequestOutput], None, None]
 """Yields (index of the prompt, output so far); closing it aborts what is not done."""
 
@@ -45,7 +50,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str = DEMO_MODEL,
+        model: str | os.PathLike[str] = DEMO_MODEL,
         *,
         dtype: str = "bfloat16",
         cache: CacheConfig | None = None,
@@ -53,13 +58,15 @@ class LLM:
         seed: int | None = None,
         progress: Progress | None = None,
     ) -> None:
+        if not isinstance(model, str | os.PathLike):
+            raise ConfigError(f"model must be a path or a name, got {model!r}")
         self.config = EngineConfig(
-            model=model,
+            model=os.fspath(model),
             dtype=dtype,
-            cache=cache or CacheConfig(),
-            scheduler=scheduler or SchedulerConfig(),
+            cache=CacheConfig() if cache is None else cache,
+            scheduler=SchedulerConfig() if scheduler is None else scheduler,
         )
-        path = locate(model)
+        path = locate(self.config.model)
         with GGUFFile.open(path) as file:
             self.model_config = gguf_models.read_config(file)
             self.tokenizer = from_gguf(file.metadata, str(path))
@@ -129,20 +136,26 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cancelled: Cancelled | None = None,
     ) -> Stream:
         """As `generate`, but yields (index of the prompt, output so far) as tokens come.
 
         Requests start at the first `next`; closing the iterator aborts those that are not done.
         """
-        return self._stream(self._requests(self._prompt_ids(prompts), params))
+        return self._stream(self._requests(self._prompt_ids(prompts), params), cancelled)
 
     def stream_chat(
         self,
         conversations: Conversation | Sequence[Conversation],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cancelled: Cancelled | None = None,
     ) -> Stream:
         """As `chat`, but yields as `stream` does."""
-        return self._stream(self._requests(self._conversation_ids(conversations), params))
+        return self._stream(
+            self._requests(self._conversation_ids(conversations), params), cancelled
+        )
 
     def stats(self) -> EngineStats:
         """The engine's counters since it started."""
@@ -204,36 +217,79 @@ class LLM:
                     progress(len(finished), len(requests))
         return [finished[index] for index in range(len(requests))]
 
-    def _stream(self, requests: list[tuple[Sequence[int], SamplingParams]]) -> Stream:
+    def _stream(
+        self,
+        requests: list[tuple[Sequence[int], SamplingParams]],
+        cancelled: Cancelled | None = None,
+    ) -> Stream:
         # Streams may be interleaved: whoever steps the engine delivers to all of them.
         inbox: deque[tuple[int, RequestOutput]] = deque()
         mine: list[str] = []
         try:
-            for index, (prompt, params) in enumerate(requests):
-                request_id = str(next(self._request_numbers))
-                self.engine.add_request(request_id, prompt, params)
-                self._inboxes[request_id] = (inbox, index)
-                mine.append(request_id)
+            self._add(requests, inbox, mine)
             unfinished = len(mine)
             while unfinished:
                 while not inbox:
+                    if cancelled is not None and cancelled():
+                        return
                     self._step()
                 index, output = inbox.popleft()
                 unfinished -= output.finished
                 yield index, output
         finally:
+            self._drop(mine)
+
+    def _add(
+        self,
+        requests: list[tuple[Sequence[int], SamplingParams]],
+        inbox: deque[tuple[int, RequestOutput]],
+        mine: list[str],
+    ) -> None:
+        """Queue the requests; their ids go to mine, where they are found if one is refused."""
+        for index, (prompt, params) in enumerate(requests):
+            request_id = str(next(self._request_numbers))
+            try:
+                with interrupts_wait():
+                    self.engine.add_request(request_id, prompt, params)
+                    self._inboxes[request_id] = (inbox, index)
+                    mine.append(request_id)
+            except (InvalidRequestError, CapacityError) as error:
+                if len(requests) > 1:
+                    error.args = (f"prompt {index}: {error}",)
+                raise
+
+    def _step(self) -> None:
+        with interrupts_wait():
+            for output in self.engine.step():
+                inbox, index = self._inboxes.get(output.request_id, (None, 0))
+                if inbox is None:  # its stream was collected while the step ran
+                    continue
+                if output.finished:
+                    del self._inboxes[output.request_id]
+                inbox.append((index, output))
+
+    def _drop(self, mine: list[str]) -> None:
+        """Abort what is not done; the executor learns of it with the next step."""
+        with interrupts_wait():
             for request_id in mine:
                 if self._inboxes.pop(request_id, None):
                     self.engine.abort(request_id)
-            if not self._inboxes and self.engine.has_unfinished:
-                self._step()  # no one else will: tells the executor to forget what was aborted
+        if not self._inboxes and self.engine.has_unfinished:
+            self._step()
 
-    def _step(self) -> None:
-        for output in self.engine.step():
-            inbox, index = self._inboxes[output.request_id]
-            if output.finished:
-                del self._inboxes[output.request_id]
-            inbox.append((index, output))
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Holds Ctrl-C back until the end: raised in the middle of a step, at any line whatever, it
+    would leave the engine and the executor with different ideas of what was done."""
+    if not hasattr(signal, "pthread_sigmask"):  # not a POSIX system
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _check_sequence(name: str, value: object, expected: str) -> None:

@@ -1,5 +1,6 @@
 """`billfish chat`: a conversation in the terminal."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -32,6 +33,9 @@ def command(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
     )
     llm = common.load(model, dtype, kv_memory)
+    llm.tokenizer.encode_chat(
+        [{"role": "user", "content": "?"}]
+    )  # a model that cannot chat says so
     console = Console()
     console.print(HELP, style="dim")
     opening = [{"role": "system", "content": system}] if system is not None else []
@@ -61,20 +65,25 @@ def _read(console: Console) -> str | None:
     except KeyboardInterrupt:
         console.print(f"\n{HELP}", style="dim")
         return ""
-    except EOFError:
+    except (EOFError, RuntimeError):  # the end of input, or there never was any
         return None
 
 
 def _answer(llm: "LLM", messages: list[dict[str, str]], params: SamplingParams) -> str:
-    text = ""
-    stream = llm.stream_chat([messages], params)
+    """Prints the answer as it comes and returns it, or as much as there was before Ctrl-C."""
+    prompt = llm.tokenizer.encode_chat(messages)
+    room = llm.max_model_len - len(prompt)
+    if params.max_tokens is not None and 0 < room < params.max_tokens:
+        params = replace(params, max_tokens=room)
+    output = None
     with common.catch_interrupt() as interrupt:
-        for _, output in stream:
+        for _, output in llm.stream([prompt], params, cancelled=lambda: interrupt.pressed):
             typer.echo(output.delta, nl=False)
-            text = output.text
-            if interrupt.pressed:
-                typer.secho(" [stopped]", dim=True, nl=False)
-                break
-    stream.close()
+        if interrupt.pressed:
+            typer.secho(" [stopped]", dim=True, nl=False)
     typer.echo()
-    return text
+    if output is None:
+        return ""
+    if output.finish_reason == "error":
+        raise BillfishError(f"no answer: {output.stop_reason}")
+    return output.text

@@ -1,7 +1,7 @@
 """What several commands share: the options of a model and of sampling, and its loading."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -11,7 +11,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from billfish.errors import BillfishError
+
 if TYPE_CHECKING:
+    from billfish.engine import RequestOutput
     from billfish.llm import LLM
 
 Model = Annotated[
@@ -53,6 +56,13 @@ def load(model: str, dtype: str, kv_memory: float) -> "LLM":
             cache=CacheConfig(memory_bytes=int(kv_memory * 2**30)),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
+
+
+def check_answered(outputs: "Sequence[RequestOutput]") -> None:
+    """BillfishError if any request ended without an answer."""
+    for number, output in enumerate(outputs, 1):
+        if output.finish_reason == "error":
+            raise BillfishError(f"prompt {number} got no answer: {output.stop_reason}")
 
 
 @dataclass

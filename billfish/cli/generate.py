@@ -52,19 +52,20 @@ def command(
             else:
                 typer.secho(f"\n>>> {prompt}", bold=True)
                 typer.echo(output.text)
+    common.check_answered(outputs)
     if ledger:
         print_ledger(Console(stderr=True), outputs, llm)
 
 
 def _stream_one(llm: "LLM", prompt: Any, params: SamplingParams, chat: bool) -> "RequestOutput":
-    stream = llm.stream_chat([prompt], params) if chat else llm.stream([prompt], params)
+    run: Any = llm.stream_chat if chat else llm.stream
     with common.catch_interrupt() as interrupt:
-        for _, output in stream:
+        output = None
+        for _, output in run([prompt], params, cancelled=lambda: interrupt.pressed):
             typer.echo(output.delta, nl=False)
-            if interrupt.pressed:
-                break
-    stream.close()
     typer.echo()
+    if interrupt.pressed or output is None:
+        raise KeyboardInterrupt
     return output
 
 
@@ -82,6 +83,7 @@ def _as_dict(prompt: str, output: "RequestOutput") -> dict[str, Any]:
         "prompt": prompt,
         "text": output.text,
         "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
         "prompt_tokens": output.metrics.num_prompt_tokens,
         "output_tokens": output.metrics.num_output_tokens,
     }

@@ -61,6 +61,13 @@ def read_config(file: GGUFFile) -> ModelConfig:
     def count(key: str, default: int | None = None) -> int:
         return file.get_int(f"llama.{key}", 1, 2**24, default=default)
 
+    num_layers = count("block_count")
+    if num_layers > len(file.tensors):
+        raise CheckpointError(
+            file.path,
+            f"{num_layers} layers cannot be made of {len(file.tensors)} tensors",
+            tensor="llama.block_count",
+        )
     hidden_size, num_heads = count("embedding_length"), count("attention.head_count")
     head_dim = count("attention.key_length", default=max(1, hidden_size // num_heads))
     if count("attention.value_length", default=head_dim) != head_dim:
@@ -78,7 +85,7 @@ def read_config(file: GGUFFile) -> ModelConfig:
             vocab_size=file.tensors["token_embd.weight"].shape[0],
             hidden_size=hidden_size,
             intermediate_size=count("feed_forward_length"),
-            num_layers=count("block_count"),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=count("attention.head_count_kv", default=num_heads),
             head_dim=head_dim,
@@ -102,11 +109,14 @@ def count_int4_layers(file: GGUFFile) -> int:
 
 
 def _rope_scaling(file: GGUFFile) -> float:
-    kind = file.get_str("llama.rope.scaling.type", default="none")
+    """The factor that positions are divided by. A factor without a type is linear, as llama.cpp
+    reads it; files older than the key rope.scaling.factor call it rope.scale_linear."""
+    kind = file.get_str("llama.rope.scaling.type", default="linear")
     if kind == "none":
         return 1.0
     if kind == "linear":
-        return file.get_float("llama.rope.scaling.factor", 1e-3, 1e6)
+        old = file.get_float("llama.rope.scale_linear", 1e-3, 1e6, default=1.0)
+        return file.get_float("llama.rope.scaling.factor", 1e-3, 1e6, default=old)
     raise CheckpointError(
         file.path, f"{kind!r} is not supported (supported: none, linear)",
         tensor="llama.rope.scaling.type",
@@ -168,8 +178,15 @@ class GGUFWeights:
     def tensor(self, name: str) -> Tensor:
         return self._dequantized(name).to(self._dtype)
 
-    def optional(self, name: str) -> Tensor | None:
-        return self._dequantized(name) if gguf_name(name) in self._file.tensors else None
+    def rope_factors(self) -> Tensor | None:
+        name = gguf_name("rope_freqs")
+        if name not in self._file.tensors:
+            return None
+        factors = self._dequantized("rope_freqs")
+        if not bool((factors > 0).all()):
+            reason = "divides frequencies, so all of it must be above 0"
+            raise CheckpointError(self._file.path, reason, tensor=name)
+        return factors
 
     def linear(self, *names: str) -> nn.Module:
         types = {self._file.tensors[gguf_name(name)].type for name in names}

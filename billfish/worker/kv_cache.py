@@ -1,7 +1,8 @@
 """The memory of the paged KV cache: one tensor for all layers."""
 
-import os
+import mmap
 import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -38,25 +39,28 @@ def allocate(
 ) -> Tensor:
     """[num_layers, 2, 1 + num_blocks, block_size, num_kv_heads, head_dim], the null block first.
 
-    Zeroed memory that the system has not touched yet costs nothing until a block is first written.
-    Raises CapacityError where the machine has less memory than that, written or not.
+    Pages that the system maps to memory only when they are first written: a block that is never
+    used costs nothing. Raises CapacityError where the machine has less memory to give than all.
     """
     each = block_bytes(config, cache.block_size, dtype)
-    asked, there = (1 + num_blocks) * each, _memory_of_machine()
+    asked, there = (1 + num_blocks) * each, _available_memory()
     if asked > there:
         raise CapacityError(
-            f"a KV cache of {num_blocks} blocks takes {asked} bytes and this machine has {there}: "
-            f"at most {max(0, there // each - 1)} blocks would fit, less what the model takes"
+            f"a KV cache of {num_blocks} blocks takes {asked} bytes and {there} are available: at "
+            f"most {max(0, there // each - 1)} blocks would fit, less what the model takes"
         )
     shape = (
         config.num_layers, 2, 1 + num_blocks, cache.block_size, config.num_kv_heads,
         config.head_dim,
     )  # fmt: skip
-    return torch.zeros(shape, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, asked), dtype=dtype).view(shape)
 
 
-def _memory_of_machine() -> int:
+def _available_memory() -> int:
+    """Bytes that the system could give without swapping; without limit where it does not tell."""
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # a system that does not tell
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
         return sys.maxsize
+    values = dict(line.split(":", 1) for line in lines)
+    return int(values["MemAvailable"].split()[0]) * 1024

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from billfish.version import __version__
@@ -90,6 +91,46 @@ def test_missing_and_damaged_models_are_one_line(tmp_path: Path) -> None:
     damaged = run("generate", "-m", str(tmp_path / "bad.gguf"), "x")
     assert (damaged.returncode, damaged.stderr.count("Traceback")) == (1, 0)
     assert "bad.gguf" in damaged.stderr
+
+
+def test_chat_with_a_model_that_cannot_is_refused_at_start(tmp_path: Path) -> None:
+    path = tiny_gguf.write(tmp_path / "plain.gguf", template=None)
+    result = run("chat", "-m", str(path), stdin="hello\n")
+    assert result.returncode == 1
+    assert "no chat template" in result.stderr
+    assert "> " not in result.stdout
+
+
+def test_any_encoding_of_the_terminal(tiny: str) -> None:
+    for encoding in ("ascii:strict", "latin-1:strict", "utf-8:strict"):
+        result = subprocess.run(
+            [*COMMAND, "chat", "-m", tiny, "--max-tokens", "8"],
+            input=b"\xff\xfe\n/exit\n", capture_output=True, timeout=120, check=False,
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+
+
+def test_a_full_disk_is_one_line(tiny: str) -> None:
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [*COMMAND, "generate", "-m", tiny, "--max-tokens", "3", "Hi"], stdout=full,
+            stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    assert result.returncode == 1
+    assert "No space left" in result.stderr
+
+
+def test_a_request_without_an_answer_is_an_error(tmp_path: Path) -> None:
+    """A model whose last norm overflows gives logits that are not numbers."""
+    huge = {"output_norm.weight": np.full(tiny_gguf.HIDDEN, 3e38, np.float32)}
+    path = tiny_gguf.write(
+        tmp_path / "huge.gguf", change_shapes=lambda s: s.pop("output_norm.weight"), extra=huge
+    )
+    for options in ([], ["--json"]):
+        result = run("generate", "-m", str(path), *options, "Hi")
+        assert result.returncode == 1
+        assert "not finite" in result.stderr
 
 
 def test_chat_remembers_resets_and_leaves(tiny: str) -> None:

@@ -1,6 +1,7 @@
 """Small random GGUF models: every tensor type against transformers, and what must be refused."""
 
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -183,3 +184,31 @@ def test_a_context_longer_than_the_cache_costs_nothing(tmp_path: Path) -> None:
 
 def test_only_linear_layers_count_as_int4(tmp_path: Path) -> None:
     assert load(tiny_gguf.write(tmp_path / "tiny.gguf")).num_int4_layers == 14
+
+
+def test_a_layer_count_beyond_the_file_is_refused_at_once(tmp_path: Path) -> None:
+    def many(writer: gguf.GGUFWriter) -> None:
+        writer.add_block_count(2**20)
+
+    path = tiny_gguf.write(tmp_path / "many.gguf", metadata=many)
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match="1048576 layers cannot be made of 20 tensors"):
+        load(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20e6
+
+
+def test_a_factor_that_divides_by_zero_is_refused(tmp_path: Path) -> None:
+    factors = {"rope_freqs.weight": np.zeros(tiny_gguf.HEAD_DIM // 2, np.float32)}
+    path = tiny_gguf.write(tmp_path / "zero.gguf", extra=factors)
+    with pytest.raises(CheckpointError, match="above 0"):
+        load(path)
+
+
+@pytest.mark.parametrize("key", ["llama.rope.scale_linear", "llama.rope.scaling.factor"])
+def test_a_scaling_factor_without_a_type_is_linear(tmp_path: Path, key: str) -> None:
+    def old(writer: gguf.GGUFWriter) -> None:
+        writer.add_float32(key, 4.0)
+
+    assert load(tiny_gguf.write(tmp_path / "old.gguf", metadata=old)).model_config.rope_scaling == 4

@@ -1,5 +1,7 @@
 """The Python API over a small random model: arguments of every kind, and what must be refused."""
 
+import signal
+
 import pytest
 
 from billfish import LLM, SamplingParams
@@ -144,3 +146,68 @@ def test_importing_a_kernel_brings_in_no_engine() -> None:
         "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_stream_is_cancelled_between_steps_even_before_its_first_output(path: str) -> None:
+    scheduler = SchedulerConfig(max_num_batched_tokens=8)
+    llm = LLM(path, cache=CacheConfig(num_blocks=32), scheduler=scheduler)
+    answers = iter([False, False, True])
+    prompt = [5] * 200  # 25 steps of prefill
+    assert list(llm.stream([prompt], SHORT, cancelled=lambda: next(answers))) == []
+    stats = llm.stats()
+    assert stats.steps <= 3
+    assert stats.blocks_in_use == 0
+
+
+def test_an_interrupt_waits_for_the_end_of_the_step(path: str) -> None:
+    """Raised in the middle of a step it would leave engine and worker at odds; it must not be."""
+    llm = LLM(path, dtype="float32", cache=CacheConfig(num_blocks=16))
+    expected = llm.generate("Hello", SHORT)[0].token_ids
+    forward = llm.executor.model.forward
+    finished = []
+
+    def interrupted(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        out = forward(*arguments)
+        finished.append(True)
+        return out
+
+    llm.executor.model.forward = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["first", "second"], SHORT)
+    assert finished == [True]
+    llm.executor.model.forward = forward
+    assert not llm.engine.has_unfinished
+    assert not llm.executor.batch.rows
+    assert llm.generate("Hello", SHORT)[0].token_ids == expected
+
+
+def test_a_stream_dropped_while_another_steps_loses_no_output_of_others(llm: LLM) -> None:
+    expected = llm.generate("first", SHORT)[0].token_ids
+    first, second = llm.stream("first", SHORT), llm.stream("second", SHORT)
+    next(second)
+    execute = llm.executor.execute
+
+    def execute_and_drop(plan):
+        result = execute(plan)
+        second.close()
+        return result
+
+    llm.executor.execute = execute_and_drop
+    try:
+        tokens = [t for _, output in first for t in output.new_token_ids]
+    finally:
+        del llm.executor.execute
+    assert tuple(tokens) == expected
+    assert llm.stats().blocks_in_use == 0
+
+
+def test_which_prompt_is_wrong_is_said(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^prompt 2: prompt_token_ids"):
+        llm.generate(["a", "b", [10**7]], SHORT)
+
+
+@pytest.mark.parametrize("model", [None, 3, b"x"])
+def test_a_model_is_a_path_or_a_name(model: object) -> None:
+    with pytest.raises(ConfigError, match="model"):
+        LLM(model)

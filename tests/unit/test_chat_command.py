@@ -11,16 +11,22 @@ from billfish.errors import CapacityError
 class FakeLLM:
     """Answers "answer 1", "answer 2"; refuses a conversation whose last message is "too long"."""
 
+    max_model_len = 1000
+
     def __init__(self) -> None:
+        self.tokenizer = self
         self.conversations: list[list[tuple[str, str]]] = []
 
-    def stream_chat(self, conversations, params):
-        (messages,) = conversations
+    def encode_chat(self, messages):
+        return messages
+
+    def stream(self, prompts, params, *, cancelled):
+        (messages,) = prompts
         self.conversations.append([(m["role"], m["content"]) for m in messages])
         if messages[-1]["content"] == "too long":
             raise CapacityError("does not fit")
         text = f"answer {len(self.conversations)}"
-        yield 0, SimpleNamespace(delta=text, text=text)
+        yield 0, SimpleNamespace(delta=text, text=text, finish_reason="stop")
 
 
 @pytest.fixture

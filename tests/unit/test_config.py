@@ -1,6 +1,7 @@
 """Settings are checked when they are made, and the KV cache before it is allocated."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,5 +74,17 @@ def test_a_number_of_blocks_is_taken_as_it_is() -> None:
 
 
 def test_more_than_the_machine_has_is_refused_with_numbers() -> None:
-    with pytest.raises(CapacityError, match=r"takes \d+ bytes and this machine has \d+: at most"):
+    with pytest.raises(CapacityError, match=r"takes \d+ bytes and \d+ are available: at most"):
         kv_cache.allocate(MODEL, CacheConfig(), 10**9, torch.bfloat16)
+
+
+def test_blocks_that_are_not_written_cost_no_memory() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    before = resident()
+    memory = kv_cache.allocate(MODEL, CacheConfig(), 2**16, torch.bfloat16)
+    assert memory.nbytes > 700 * 2**20
+    memory[:, :, 5] = 1
+    assert memory[:, :, :8].sum() == BLOCK_BYTES // 2
+    assert resident() - before < 50 * 2**20

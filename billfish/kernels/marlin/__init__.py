@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from billfish.kernels._library import bad_argument, register
+from billfish.kernels._library import bad_argument, check_no_grad, register
 from billfish.kernels.marlin import cpu
 from billfish.kernels.marlin.weight import GROUP_SIZES, PackedWeight, pack
 
@@ -59,6 +59,7 @@ def w4a16_matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) ->
     """
     if x.dtype != weight.dtype:
         raise bad_argument("x", x.dtype, f"the weight's activation dtype, {weight.dtype}")
+    check_no_grad("x", x)
     if x.dim() == 0 or x.shape[-1] != weight.k:
         raise bad_argument("x", tuple(x.shape), f"[..., {weight.k}]")
     codes = weight.codes

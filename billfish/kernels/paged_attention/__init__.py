@@ -9,13 +9,20 @@ num_kv_heads, head_dim]. A layer sees k_cache = kv_cache[l, 0] and v_cache = kv_
 """
 
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from billfish.kernels._library import bad_argument, check_activation, check_like, register
+from billfish.kernels._library import (
+    bad_argument,
+    check_activation,
+    check_like,
+    check_no_grad,
+    register,
+)
 from billfish.kernels.paged_attention import cpu
 from billfish.kernels.paged_attention.metadata import AttentionMetadata
 
@@ -99,7 +106,7 @@ def write_kv(
     key, value: [T, HKV, D], last dimension contiguous (views of a merged QKV too). k_cache,
     v_cache: [num_blocks, block_size, HKV, D] of the same dtype, float32, bfloat16 or float16, last
     dimension contiguous. slot_mapping: int64 [T], block * block_size + offset, each slot at most
-    once; a token with slot -1 is skipped.
+    once; a token with a negative slot, -1 by convention, is skipped.
 
     Raises KernelArgumentError: dtype, device, shape or stride is wrong; on a CPU also a slot
     outside the cache.
@@ -179,7 +186,7 @@ def attend(
     sliding_window: key j is visible to query i where i - j < sliding_window, at least 1. soft_cap:
     logits become soft_cap * tanh(logit / soft_cap), above 0. sinks: float32 or query's dtype [H],
     one more logit a head in the denominator of the softmax. Softmax is in float32. A query that
-    sees no key gives 0. Returns a contiguous [T, H, D].
+    sees no key gives 0. Returns a contiguous [T, H, D]. There is no derivative.
 
     On a GPU: float16 or bfloat16, D of 64, 80, 96, 112, 128, 192 or 256, blocks of at most 256
     tokens, compute capability 8.0 or newer.
@@ -197,10 +204,13 @@ def attend(
     if query.stride(2) != 1:
         raise bad_argument("query", f"strides {query.stride()}", "a contiguous last dimension")
     _check_metadata(metadata, query)
-    if sliding_window is not None and sliding_window < 1:
-        raise bad_argument("sliding_window", sliding_window, "at least 1")
-    if soft_cap is not None and not soft_cap > 0:
-        raise bad_argument("soft_cap", soft_cap, "above 0")
+    if sliding_window is not None and (type(sliding_window) is not int or sliding_window < 1):
+        raise bad_argument("sliding_window", sliding_window, "an integer of at least 1")
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise bad_argument("soft_cap", soft_cap, "finite and above 0")
+    if scale is not None and not -math.inf < scale < math.inf:
+        raise bad_argument("scale", scale, "a finite number")
+    check_no_grad("query", query)
     if sinks is not None and (
         sinks.shape != (heads,)
         or sinks.dtype not in (torch.float32, query.dtype)

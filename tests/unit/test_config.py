@@ -84,7 +84,7 @@ def test_blocks_that_are_not_written_cost_no_memory() -> None:
 
     before = resident()
     memory = kv_cache.allocate(MODEL, CacheConfig(), 2**16, torch.bfloat16)
-    assert memory.nbytes > 700 * 2**20
+    assert memory.nbytes > 380 * 2**20
     memory[:, :, 5] = 1
     assert memory[:, :, :8].sum() == BLOCK_BYTES // 2
     assert resident() - before < 50 * 2**20

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from billfish.errors import KernelArgumentError
 from billfish.kernels.marlin import hopper_plan
 from billfish.kernels.marlin.configs import HopperConfig, hopper_config, triton_config
 from billfish.kernels.marlin.packing import unit_words
@@ -68,6 +69,14 @@ def test_sharing_is_for_blocks_that_would_idle():
     assert hopper_plan.divide(config, 1, 2 * 125, 64, 132).divided == 0  # 7 blocks idle: cheaper
     off = HopperConfig(rows=64, consumers=2, tile_m=16, stages=4, stream_k=False)
     assert hopper_plan.divide(off, 1, 2 * 40, 64, 132).divided == 0
+
+
+def test_more_steps_than_numbers_is_refused():
+    config = HopperConfig(rows=64, consumers=2, tile_m=256, stages=3)
+    largest = hopper_plan.divide(config, 1 << 20, 152064 // 64, 160, 132)
+    assert largest.tiles_m * largest.tiles_n * largest.steps < 2**31
+    with pytest.raises(KernelArgumentError, match="too large"):
+        hopper_plan.divide(config, 1 << 20, 152064 // 64, 512, 132)
 
 
 SHAPES = [(64, 16), (576, 1408), (4096, 4096), (4096, 14336), (28672, 4096), (57344, 8192)]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from billfish.errors import KernelArgumentError
 from billfish.kernels.marlin import dequant
 from billfish.kernels.marlin.configs import HopperConfig, hopper_config
 from billfish.kernels.marlin.packing import CODE_WORDS, META_WORDS, UNIT_N
@@ -35,11 +36,17 @@ class Division:
 
 
 def divide(config: HopperConfig, m: int, n_units: int, steps: int, processors: int) -> Division:
-    """Divide the tiles of an [m, 64 n_units] output among the blocks that the GPU runs at once."""
+    """Divide the tiles of an [m, 64 n_units] output among the blocks that the GPU runs at once.
+
+    Raises KernelArgumentError: more steps in all than the kernel's 32-bit numbers count.
+    """
     tiles_n = -(-n_units * UNIT_N // config.tile_n)
     tiles_m = -(-m // config.tile_m)
     tiles = tiles_n * tiles_m
     slots = processors * config.grid_per_sm
+    if tiles * steps >= 1 << 31:
+        size = f"{m} x {64 * n_units} x {128 * steps}"
+        raise KernelArgumentError(f"a product of {size} is too large for one call: split the rows")
     waves = -(-tiles // slots)
     idle = (waves - tiles / slots) * steps  # steps that a block idles if all tiles stay whole
     if not config.stream_k or idle <= _SHARING_COST or idle <= 0.05 * waves * steps:

@@ -32,7 +32,7 @@ KINDS = tuple(itertools.product((128, 64, 32, 16), ("symmetric", "integer", "off
 # Bytes that the assembler may spill, by (rows, consumers, tile_m); the larger figure is that of
 # Triton 3.7's assembler. These kernels trade a few registers for another block or for two more
 # consumers a multiprocessor, or for the widest tile, and were the fastest on an H200 for all that.
-SPILLS = {(64, 2, 32): 8, (64, 4, 64): 288, (64, 2, 256): 48}
+SPILLS = {(128, 1, 16): 20, (64, 2, 32): 8, (64, 4, 64): 288, (64, 2, 256): 48}
 
 
 def units_for(n, k, group_size, zero_point):
@@ -123,7 +123,12 @@ def test_bias_is_compiled_in():
     assert not code.spill_bytes
 
 
-ARCHITECTURES = {80: ("sm_80", "HMMA"), 89: ("sm_89", "HMMA"), 90: ("sm_90a", "HGMMA")}
+ARCHITECTURES = {
+    80: ("sm_80", "HMMA"),
+    89: ("sm_89", "HMMA"),
+    90: ("sm_90a", "HGMMA"),
+    100: ("sm_100a", "UTCHMMA"),
+}
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)

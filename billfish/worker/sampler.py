@@ -48,6 +48,9 @@ def _draw(logits: Tensor, params: list[SamplingParams], numbers: list[float]) ->
     shifted = logits - logits.amax(dim=-1, keepdim=True)
     temperature = torch.tensor([[p.temperature] for p in params], dtype=torch.float64)
     probs = (shifted.double() / temperature).softmax(dim=-1)
+    low = [i for i, p in enumerate(params) if p.min_p > 0.0]
+    if low:
+        probs[low] = _cut_unlikely(probs[low], [params[i].min_p for i in low])
     # Only requests that cut the tail pay for the sort.
     cut = [i for i, p in enumerate(params) if p.top_p < 1.0 or p.top_k > 0]
     if cut:
@@ -56,6 +59,12 @@ def _draw(logits: Tensor, params: list[SamplingParams], numbers: list[float]) ->
     targets = torch.tensor(numbers, dtype=torch.float64)[:, None] * cumulative[:, -1:]
     # `right`: a number equal to a step belongs to the next token, so none of probability 0 is hit.
     return torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
+
+
+def _cut_unlikely(probs: Tensor, min_p: list[float]) -> Tensor:
+    """probs [S, V] with those less than min_p times the largest set to 0 (arXiv:2407.01082)."""
+    least = torch.tensor(min_p, dtype=torch.float64)[:, None] * probs.amax(dim=-1, keepdim=True)
+    return probs.masked_fill(probs < least, 0.0)
 
 
 def _cut_tail(probs: Tensor, params: list[SamplingParams]) -> Tensor:

@@ -1,6 +1,7 @@
 """The offline API: text in, text out, many requests at once."""
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 
+from billfish.checkpoint import sampling_defaults
 from billfish.checkpoint.gguf import GGUFFile
 from billfish.checkpoint.locate import DEMO_MODEL, locate
 from billfish.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -19,6 +21,8 @@ from billfish.sampling_params import SamplingParams
 from billfish.tokenizer import from_gguf
 from billfish.worker import ModelRunner, kv_cache
 
+logger = logging.getLogger(__name__)
+
 Prompt = str | Sequence[int]
 """A text, or the token ids of one."""
 Conversation = Sequence[dict[str, Any]]
@@ -27,6 +31,9 @@ Progress = Callable[[int, int], None]
 """Called with (done, total)."""
 
 
+TokenSequences = Sequence[Sequence[int]]
+Submission = tuple[Sequence[int], SamplingParams, TokenSequences]
+"""Prompt, options and token ids of the bad words of one request."""
 Stream = Generator[tuple[int, RequestOutput], None, None]
 """Yields (index of the prompt, output so far); closing it aborts what is not done."""
 
@@ -39,6 +46,11 @@ class LLM:
     cache, scheduler: see `billfish.config`.
     seed: draws the seeds of requests that bring none; None takes one from the system.
     progress: called with (tensors loaded, tensors in all) while the model loads.
+
+    default_params: the options of requests that bring none: those of SamplingParams, with what the
+    model's file asks for in place of some (`checkpoint_defaults`, logged at start). Options that a
+    request brings are used as they are; to change some and keep the rest, use
+    `dataclasses.replace(llm.default_params, temperature=0.2)`.
 
     Raises CheckpointError for a file that cannot be served, CapacityError for a cache too small,
     ConfigError for settings out of range.
@@ -65,6 +77,7 @@ class LLM:
             self.model_config = gguf_models.read_config(file)
             self.tokenizer = from_gguf(file.metadata, str(path))
             self.num_int4_layers = sum(info.type in INT4_TYPES for info in file.tensors.values())
+            self.checkpoint_defaults = sampling_defaults.read(file)
             self._check_vocabulary(path)
             self.max_model_len = self._max_model_len()
             torch_dtype = getattr(torch, dtype)
@@ -97,6 +110,9 @@ class LLM:
             scheduler=self.config.scheduler,
             seed=seed,
         )
+        self.default_params = SamplingParams(**self.checkpoint_defaults.options)
+        if self.checkpoint_defaults:
+            logger.info("%s", self.checkpoint_defaults)
         self._request_numbers = itertools.count()
         self._inboxes: dict[str, tuple[deque[tuple[int, RequestOutput]], int]] = {}
 
@@ -109,11 +125,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continues each prompt; the outputs come in the order of the prompts.
 
-        params: one for all, or one each. progress: called with (finished, prompts). Raises
-        InvalidRequestError or CapacityError if any request is wrong, before any of them starts.
+        params: one for all, or one each; without, `default_params`. progress: called with
+        (finished, prompts). Raises InvalidRequestError or CapacityError if any request is wrong,
+        before any of them starts.
         """
-        requests = self._requests(self._prompt_ids(prompts), params)
-        return self._run(requests, progress)
+        return self._run(self._requests(self._prompt_ids(prompts), params), progress)
 
     def chat(
         self,
@@ -123,8 +139,7 @@ class LLM:
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """Answers each conversation through the model's chat template; otherwise as `generate`."""
-        requests = self._requests(self._conversation_ids(conversations), params)
-        return self._run(requests, progress)
+        return self._run(self._requests(self._conversation_ids(conversations), params), progress)
 
     def stream(
         self,
@@ -180,18 +195,26 @@ class LLM:
         self,
         prompts: list[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[tuple[Sequence[int], SamplingParams]]:
+    ) -> list[Submission]:
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [params or self.default_params] * len(prompts)
         if len(params) != len(prompts):
             raise InvalidRequestError(
                 "params", f"got {len(params)} for {len(prompts)} prompts; give one, or one each"
             )
-        return list(zip(prompts, params, strict=True))
+        return [
+            (prompt, each, self._bad_word_ids(each))
+            for prompt, each in zip(prompts, params, strict=True)
+        ]
 
-    def _run(
-        self, requests: list[tuple[Sequence[int], SamplingParams]], progress: Progress | None
-    ) -> list[RequestOutput]:
+    def _bad_word_ids(self, params: SamplingParams) -> TokenSequences:
+        words = params.bad_words if isinstance(params, SamplingParams) else ()
+        try:
+            return [ids for word in words for ids in self.tokenizer.spellings(word)]
+        except InvalidRequestError as error:
+            raise InvalidRequestError("bad_words", error.reason) from error
+
+    def _run(self, requests: list[Submission], progress: Progress | None) -> list[RequestOutput]:
         finished: dict[int, RequestOutput] = {}
         for index, output in self._stream(requests):
             if output.finished:
@@ -200,14 +223,14 @@ class LLM:
                     progress(len(finished), len(requests))
         return [finished[index] for index in range(len(requests))]
 
-    def _stream(self, requests: list[tuple[Sequence[int], SamplingParams]]) -> Stream:
+    def _stream(self, requests: list[Submission]) -> Stream:
         # Streams may be interleaved: whoever steps the engine delivers to all of them.
         inbox: deque[tuple[int, RequestOutput]] = deque()
         mine: list[str] = []
         try:
-            for index, (prompt, params) in enumerate(requests):
+            for index, (prompt, params, bad_word_ids) in enumerate(requests):
                 request_id = str(next(self._request_numbers))
-                self.engine.add_request(request_id, prompt, params)
+                self.engine.add_request(request_id, prompt, params, bad_word_ids=bad_word_ids)
                 self._inboxes[request_id] = (inbox, index)
                 mine.append(request_id)
             unfinished = len(mine)

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from billfish.engine.logprobs import MIN_LOGPROB
-from billfish.worker.logprobs import token_logprobs
+from billfish.engine.plan import Admission, StepPlan, Work
+from billfish.sampling_params import SamplingParams
+from billfish.worker.input_batch import InputBatch
+from billfish.worker.logprobs import SLICE, prompt_logprobs, token_logprobs
 
 
 def random_logits(count: int, vocab: int = 300) -> torch.Tensor:
@@ -56,3 +59,55 @@ def test_no_infinity_ever_leaves(low: float) -> None:
         assert "Infinity" not in text
         assert found.logprob == MIN_LOGPROB
         assert min(value for _, value in found.top) == MIN_LOGPROB
+
+
+class Head:
+    """A model that is its last layer alone, and remembers how many rows it was asked for."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.rows.append(len(hidden))
+        return hidden
+
+
+def test_a_long_prompt_takes_slices_and_a_cut_one_the_same_values() -> None:
+    vocab, length = 50, 3 * SLICE + 10
+    tokens = tuple(i * 7 % vocab for i in range(length + 1))
+    params = SamplingParams(prompt_logprobs=2)
+    batch = InputBatch(4, 512, 16)
+    asks = Admission("asks", tokens[:length], length, params, 0)
+    quiet = Admission("quiet", (1, 2, 3), 3, SamplingParams(), 0)
+    resumed = Admission("resumed", tokens, length, params, 0)  # its prompt is reported already
+    batch.apply(StepPlan(0, admitted=(quiet, asks, resumed)))
+    hidden = torch.randn(length, vocab + 3, generator=torch.Generator().manual_seed(0))
+
+    def step(start: int, end: int, head: Head):
+        work = [("quiet", 0, 3), ("asks", start, end - start), ("resumed", 0, 2)]
+        states = torch.cat([hidden[:3], hidden[start:end], hidden[:2]])
+        pairs = [(Work(name, at, n, (), False), batch.rows[name]) for name, at, n in work]
+        return prompt_logprobs(head, vocab, states, pairs, batch.token_ids)
+
+    head = Head()
+    (whole,) = step(0, length, head).values()
+    assert sum(head.rows) == length - 1  # the last one predicts what is generated
+    assert max(head.rows) == SLICE
+    expected = token_logprobs(hidden[:-1, :vocab], tokens[1:length], [2] * (length - 1))
+    assert (whole.start, whole.tokens) == (1, tuple(expected))
+
+    parts, start = [], 0
+    for end in (5, 6, 200, length):
+        found = step(start, end, Head())["asks"]
+        assert found.start == start + 1
+        parts += found.tokens
+        start = end
+    assert tuple(parts) == whole.tokens
+
+
+def test_a_prompt_of_one_token_has_none() -> None:
+    batch = InputBatch(1, 16, 16)
+    params = SamplingParams(prompt_logprobs=2)
+    batch.apply(StepPlan(0, admitted=(Admission("a", (3,), 1, params, 0),)))
+    work = [(Work("a", 0, 1, (), True), batch.rows["a"])]
+    assert prompt_logprobs(Head(), 5, torch.zeros(1, 5), work, batch.token_ids) == {}

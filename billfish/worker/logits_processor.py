@@ -35,8 +35,8 @@ class LogitsRules:
 
     allowed: int64 [A]. bias: token ids int64 [B] and float32 [B]. bans: the tokens banned after
     each sequence of generated tokens, the empty one included; ban_lengths: lengths of those
-    sequences. penalties: repetition, frequency, presence. num_counted: tokens that the tables of
-    LogitsProcessor hold, from the beginning.
+    sequences. penalties: repetition, frequency, presence. num_counted: tokens, from the
+    beginning, that LogitsProcessor has counted.
     """
 
     num_prompt_tokens: int
@@ -90,15 +90,14 @@ class LogitsRules:
 class LogitsProcessor:
     """Applies the rules of many requests at once.
 
-    Keeps how often each row's request has used each token: int32 [max_num_seqs, vocab_size], and
-    which tokens its prompt has: bool, the same shape. They take memory once a request with a
-    penalty comes, and are brought up to date by the tokens that are new since the row's last step.
+    Keeps how often each row's request has generated each token: int32 [max_num_seqs, vocab_size].
+    It takes memory once a request with a penalty comes, and is brought up to date by the tokens
+    that are new since the row's last step.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self._shape = (max_num_seqs, vocab_size)
         self._counts: Tensor | None = None
-        self._in_prompt: Tensor | None = None
 
     def apply(self, logits: Tensor, rows: "Sequence[Row]", token_ids: Tensor) -> Tensor:
         """Float32 logits [S, vocab_size] of these rows, processed; `logits` itself if none asks.
@@ -121,43 +120,35 @@ class LogitsProcessor:
         return logits
 
     def _penalize(self, logits: Tensor, asking: "list[Asking]", token_ids: Tensor) -> None:
-        counts, in_prompt = self._tables(logits.device)
-        self._count([(row, rules) for _, row, rules in asking], token_ids)
-        index = torch.tensor([row.index for _, row, _ in asking], device=logits.device)
-        where = torch.tensor([i for i, _, _ in asking], device=logits.device)
-        values = torch.tensor([rules.penalties for _, _, rules in asking], device=logits.device)
-        repetition, frequency, presence = values.unsqueeze(-1).unbind(1)  # float32 [P, 1] each
+        device = logits.device
+        if self._counts is None:
+            self._counts = torch.zeros(self._shape, dtype=torch.int32, device=device)
+        self._count(self._counts, asking, token_ids)
+        # Only tokens that occur change. One that occurs twice is written twice, with equal values.
+        where, tokens = _pairs(
+            [(i, token_ids[r.index, : r.num_tokens]) for i, r, _ in asking], device
+        )
+        lengths = torch.tensor([row.num_tokens for _, row, _ in asking], device=device)
+        index = torch.tensor([row.index for _, row, _ in asking], device=device)
+        values = torch.tensor([rules.penalties for _, _, rules in asking], device=device)
+        repetition, frequency, presence = values.T.repeat_interleave(lengths, dim=1)
 
-        counts = counts[index]
-        used = counts > 0
-        old = logits[where]
+        counts = self._counts[index.repeat_interleave(lengths), tokens]
+        old = logits[where, tokens]
         new = torch.where(old > 0, old / repetition, old * repetition)
-        new = torch.where(used | in_prompt[index], new, old)
-        logits[where] = new - frequency * counts - presence * used
+        logits[where, tokens] = new - frequency * counts - presence * (counts > 0)
 
-    def _count(self, asking: "list[tuple[Row, LogitsRules]]", token_ids: Tensor) -> None:
-        """Bring the tables up to date: the tokens new since a row's last step are counted."""
-        counts, in_prompt = self._tables(None)
-        prompts: list[tuple[int, Tensor]] = []
+    def _count(self, counts: Tensor, asking: "list[Asking]", token_ids: Tensor) -> None:
+        """Count the tokens generated since each row's last step."""
         generated: list[tuple[int, Tensor]] = []
-        for row, rules in asking:
-            start, split, end = rules.num_counted, rules.num_prompt_tokens, row.num_tokens
-            if start == 0:  # the row may have been another request's
+        for _, row, rules in asking:
+            if rules.num_counted == 0:  # the row may have been another request's
                 counts[row.index] = 0
-                in_prompt[row.index] = False
-                prompts.append((row.index, token_ids[row.index, :split]))
-            generated.append((row.index, token_ids[row.index, max(start, split) : end]))
-            rules.num_counted = end
-        if prompts:
-            in_prompt[_pairs(prompts, counts.device)] = True
+            start = max(rules.num_counted, rules.num_prompt_tokens)
+            generated.append((row.index, token_ids[row.index, start : row.num_tokens]))
+            rules.num_counted = row.num_tokens
         pairs = _pairs(generated, counts.device)
         counts.index_put_(pairs, torch.ones_like(pairs[0], dtype=counts.dtype), accumulate=True)
-
-    def _tables(self, device: torch.device | None) -> tuple[Tensor, Tensor]:
-        if self._counts is None or self._in_prompt is None:
-            self._counts = torch.zeros(self._shape, dtype=torch.int32, device=device)
-            self._in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=device)
-        return self._counts, self._in_prompt
 
 
 Asking = tuple[int, "Row", LogitsRules]

@@ -53,9 +53,9 @@ def probabilities(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     shifted = logits - logits.amax(dim=-1, keepdim=True)
     temperature = torch.tensor([[p.temperature] for p in params], dtype=torch.float64)
     probs = (shifted.double() / temperature).softmax(dim=-1)
-    low = [i for i, p in enumerate(params) if p.min_p > 0.0]
-    if low:
-        probs[low] = _cut_unlikely(probs[low], [params[i].min_p for i in low])
+    if any(p.min_p > 0.0 for p in params):  # Nguyen et al., arXiv:2407.01082; 0 cuts nothing
+        min_p = torch.tensor([[p.min_p] for p in params], dtype=torch.float64)
+        probs.masked_fill_(probs < min_p * probs.amax(dim=-1, keepdim=True), 0.0)
     # Only requests that cut the tail pay for the sort.
     cut = [i for i, p in enumerate(params) if p.top_p < 1.0 or p.top_k > 0]
     if cut:
@@ -69,12 +69,6 @@ def _draw(probs: Tensor, numbers: list[float]) -> Tensor:
     targets = torch.tensor(numbers, dtype=torch.float64)[:, None] * cumulative[:, -1:]
     # `right`: a number equal to a step belongs to the next token, so none of probability 0 is hit.
     return torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
-
-
-def _cut_unlikely(probs: Tensor, min_p: list[float]) -> Tensor:
-    """probs [S, V] with those less than min_p times the largest set to 0 (arXiv:2407.01082)."""
-    least = torch.tensor(min_p, dtype=torch.float64)[:, None] * probs.amax(dim=-1, keepdim=True)
-    return probs.masked_fill(probs < least, 0.0)
 
 
 def _cut_tail(probs: Tensor, params: list[SamplingParams]) -> Tensor:

@@ -184,24 +184,21 @@ def test_counts_follow_the_tokens_step_by_step() -> None:
 
 
 def test_counting_costs_the_new_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    from billfish.worker import logits_processor
+    counted: list[int] = []
+    index_put_ = torch.Tensor.index_put_
 
-    sizes: list[int] = []
-    pairs = logits_processor._pairs
+    def spy(table, pairs, values, accumulate=False):
+        counted.append(len(values))
+        return index_put_(table, pairs, values, accumulate)
 
-    def spy(tokens, device):
-        sizes.append(sum(len(ids) for _, ids in tokens))
-        return pairs(tokens, device)
-
-    monkeypatch.setattr(logits_processor, "_pairs", spy)
+    monkeypatch.setattr(torch.Tensor, "index_put_", spy)
     params = SamplingParams(presence_penalty=1.0)
     bench = Bench(admission("a", params, range(30), 20))
     bench.apply(random_logits(1), ["a"])
-    assert sizes == [20, 10]
     for _ in range(3):
         bench.batch.append("a", 4)
     bench.apply(random_logits(1), ["a"])
-    assert sizes[2:] == [3]
+    assert counted == [10, 3]
 
 
 def test_who_asks_for_nothing_gets_the_same_tensor() -> None:

@@ -33,8 +33,7 @@ class ModelConfig:
             "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
             "num_kv_heads", "head_dim", "context_length", "rotary_dim",
         ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+            _check_int(name, getattr(self, name), 1, 2**31 - 1)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
@@ -60,12 +59,10 @@ class CacheConfig:
     memory_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
-        if not 1 <= self.block_size <= 256:
-            raise ConfigError(f"block_size must be between 1 and 256, got {self.block_size}")
-        if self.num_blocks is not None and self.num_blocks < 1:
-            raise ConfigError(f"num_blocks must be at least 1, got {self.num_blocks}")
-        if self.memory_bytes < 1:
-            raise ConfigError(f"memory_bytes must be positive, got {self.memory_bytes}")
+        _check_int("block_size", self.block_size, 1, 256)
+        if self.num_blocks is not None:
+            _check_int("num_blocks", self.num_blocks, 1, 2**31 - 2)
+        _check_int("memory_bytes", self.memory_bytes, 1, 2**63 - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +80,11 @@ class SchedulerConfig:
     max_waiting: int = 100_000
 
     def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise ConfigError(f"max_model_len must be at least 1, got {self.max_model_len}")
+        _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
+        _check_int("max_num_seqs", self.max_num_seqs, 1, 2**16)
+        _check_int("max_waiting", self.max_waiting, 1, 2**31 - 1)
+        if self.max_model_len is not None:
+            _check_int("max_model_len", self.max_model_len, 1, 2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +93,16 @@ class EngineConfig:
 
     model: str
     dtype: str = "bfloat16"
-    device: str = "cpu"
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype must be float32, bfloat16 or float16, got {self.dtype!r}")
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be an integer, got {value!r}")
+    if not low <= value <= high:
+        raise ConfigError(f"{name} must be between {low} and {high}, got {value}")

@@ -16,7 +16,6 @@ from billfish.config import CacheConfig, EngineConfig, SchedulerConfig
 from billfish.engine import Engine, EngineStats, RequestOutput
 from billfish.errors import CheckpointError, ConfigError, InvalidRequestError
 from billfish.models import gguf as gguf_models
-from billfish.quantization.gguf import INT4_TYPES
 from billfish.sampling_params import SamplingParams
 from billfish.tokenizer import from_gguf
 from billfish.worker import ModelRunner, kv_cache
@@ -76,12 +75,15 @@ class LLM:
         with GGUFFile.open(path) as file:
             self.model_config = gguf_models.read_config(file)
             self.tokenizer = from_gguf(file.metadata, str(path))
-            self.num_int4_layers = sum(info.type in INT4_TYPES for info in file.tensors.values())
+            self.num_int4_layers = gguf_models.count_int4_layers(file)
             self.checkpoint_defaults = sampling_defaults.read(file)
             self._check_vocabulary(path)
-            self.max_model_len = self._max_model_len()
             torch_dtype = getattr(torch, dtype)
             num_blocks = kv_cache.plan_num_blocks(self.model_config, self.config.cache, torch_dtype)
+            self.max_model_len = self._max_model_len(num_blocks)
+            memory = kv_cache.allocate(
+                self.model_config, self.config.cache, num_blocks, torch_dtype
+            )
             network = gguf_models.load_model(
                 file,
                 self.model_config,
@@ -89,9 +91,6 @@ class LLM:
                 max_len=self.max_model_len,
                 progress=progress,
             )
-        memory = kv_cache.allocate(
-            self.model_config, self.config.cache, num_blocks, torch_dtype, self.config.device
-        )
         self.executor = ModelRunner(
             network,
             memory,
@@ -171,15 +170,18 @@ class LLM:
                 str(path), f"the tokenizer has {tokens} tokens, the embedding only {rows} rows"
             )
 
-    def _max_model_len(self) -> int:
+    def _max_model_len(self, num_blocks: int) -> int:
+        """Longest sequence in tokens: as asked, or as long as the model and the cache allow."""
         asked, most = self.config.scheduler.max_model_len, self.model_config.context_length
         if asked is not None and asked > most:
             raise ConfigError(
                 f"max_model_len {asked} is more than the model's context of {most} tokens"
             )
-        return asked or most
+        # The last token of a sequence needs no place in the cache: nothing comes after it.
+        return min(asked or most, num_blocks * self.config.cache.block_size + 1)
 
     def _prompt_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[Sequence[int]]:
+        _check_sequence("prompts", prompts, "a text, token ids, or a list of either")
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         each: Sequence[Any] = [prompts] if one else prompts
         return [self.tokenizer.encode(p) if isinstance(p, str) else p for p in each]
@@ -187,6 +189,7 @@ class LLM:
     def _conversation_ids(
         self, conversations: Conversation | Sequence[Conversation]
     ) -> list[Sequence[int]]:
+        _check_sequence("conversations", conversations, "messages, or a list of conversations")
         one = len(conversations) > 0 and isinstance(conversations[0], dict)
         each: Sequence[Any] = [conversations] if one else conversations
         return [self.tokenizer.encode_chat(messages) for messages in each]
@@ -198,6 +201,7 @@ class LLM:
     ) -> list[Submission]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or self.default_params] * len(prompts)
+        _check_sequence("params", params, "SamplingParams, or a list of them")
         if len(params) != len(prompts):
             raise InvalidRequestError(
                 "params", f"got {len(params)} for {len(prompts)} prompts; give one, or one each"
@@ -253,3 +257,8 @@ class LLM:
             if output.finished:
                 del self._inboxes[output.request_id]
             inbox.append((index, output))
+
+
+def _check_sequence(name: str, value: object, expected: str) -> None:
+    if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray | memoryview):
+        raise InvalidRequestError(name, f"must be {expected}, got {type(value).__name__}")

@@ -43,7 +43,10 @@ RepetitionPenalty = Annotated[
     float, typer.Option(help="Above 1: tokens of prompt and text become less likely.")
 ]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
-KVMemory = Annotated[float, typer.Option("--kv-memory", help="GiB for the KV cache.")]
+# Bounds that NaN and infinity fail too.
+KVMemory = Annotated[
+    float, typer.Option("--kv-memory", min=1e-9, max=2**20, help="GiB for the KV cache.")
+]
 
 
 def progress_bar(console: Console) -> Progress:
@@ -54,8 +57,8 @@ def progress_bar(console: Console) -> Progress:
     )  # fmt: skip
 
 
-def load(model: str, dtype: str, kv_memory: float, seed: int | None = None) -> "LLM":
-    """Loads the model, with a progress bar on standard error."""
+def load(model: str, dtype: str, kv_memory: float) -> "LLM":
+    """Loads the model, with a progress bar on standard error. kv_memory: GiB."""
     from billfish.config import CacheConfig
     from billfish.llm import LLM
 
@@ -66,7 +69,6 @@ def load(model: str, dtype: str, kv_memory: float, seed: int | None = None) -> "
             model,
             dtype=dtype,
             cache=CacheConfig(memory_bytes=int(kv_memory * 2**30)),
-            seed=seed,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     if llm.checkpoint_defaults:

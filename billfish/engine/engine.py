@@ -174,7 +174,7 @@ class Engine:
         try:
             result = self._executor.execute(scheduled.plan)
             self._check_result(scheduled.plan, result)
-            self._take_logprobs(result)
+            self._take_logprobs(scheduled.sampling, result)
             self._count_step()
             self._postprocess(scheduled, result, outputs)
         except BaseException:
@@ -274,18 +274,20 @@ class Engine:
                     f"{self._vocab_size}"
                 )
 
-    def _take_logprobs(self, result: StepResult) -> None:
+    def _take_logprobs(self, sampling: list[Request], result: StepResult) -> None:
         """ExecutorError unless they are there for every token whose request asks for them."""
-        for request_id, logprobs in result.prompt_logprobs.items():
-            if request := self._requests.get(request_id):  # else aborted meanwhile
-                request.add_prompt_logprobs(logprobs)
-        for request_id in result.token_ids:
-            request = self._requests.get(request_id)
-            if request is None:
+        if result.prompt_logprobs:
+            running = {request.request_id: request for request in self._scheduler.running}
+            for request_id, logprobs in result.prompt_logprobs.items():
+                if request_id in running:  # else aborted while the step was computed
+                    running[request_id].add_prompt_logprobs(logprobs)
+        for request in sampling:
+            name = request.request_id
+            if request.finish_reason is not None or name not in result.token_ids:
                 continue
-            missing = request.params.logprobs is not None and request_id not in result.logprobs
+            missing = request.params.logprobs is not None and name not in result.logprobs
             if missing or request.needs_prompt_logits:
-                raise ExecutorError(f"step {result.step}: no log-probabilities for {request_id!r}")
+                raise ExecutorError(f"step {result.step}: no log-probabilities for {name!r}")
 
     def _check_request_id(self, request_id: str) -> None:
         if not isinstance(request_id, str) or not request_id:

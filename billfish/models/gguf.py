@@ -1,6 +1,7 @@
 """A model built from a GGUF file: its configuration, its weights, their names and row order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +95,12 @@ def read_config(file: GGUFFile) -> ModelConfig:
         raise CheckpointError(file.path, str(error)) from error
 
 
+def count_int4_layers(file: GGUFFile) -> int:
+    """Linear layers whose weights stay INT4; an embedding is looked up, so it does not."""
+    names = (name for name, info in file.tensors.items() if info.type in gguf_types.INT4_TYPES)
+    return sum(name != gguf_name("model.embed_tokens") for name in names)
+
+
 def _rope_scaling(file: GGUFFile) -> float:
     kind = file.get_str("llama.rope.scaling.type", default="none")
     if kind == "none":
@@ -174,35 +181,44 @@ class GGUFWeights:
         return MergedLinear([self.linear(name) for name in names])
 
     def _packed(self, names: tuple[str, ...]) -> marlin.PackedWeight:
+        """The INT4 tensors called names, one below the other."""
         parts = [self._int4_groups(name) for name in names]
 
         def merged(field: str) -> Tensor | None:
             tensors = [getattr(part, field) for part in parts]
             return None if tensors[0] is None else torch.cat(tensors)
 
-        weight = marlin.pack(
-            torch.cat([part.codes for part in parts]),
-            torch.cat([part.scales for part in parts]),
-            zeros=merged("zeros"),
-            offsets=merged("offsets"),
-            group_size=parts[0].group_size,
-            dtype=self._dtype,
-        )
+        with self._naming(*names):
+            weight = marlin.pack(
+                torch.cat([part.codes for part in parts]),
+                torch.cat([part.scales for part in parts]),
+                zeros=merged("zeros"),
+                offsets=merged("offsets"),
+                group_size=parts[0].group_size,
+                dtype=self._dtype,
+            )
         self._advance(len(names))
         return weight
 
     def _int4_groups(self, name: str) -> Int4Groups:
         info = self._file.tensors[gguf_name(name)]
-        try:
+        with self._naming(name):
             groups = gguf_types.int4_groups(self._file.data(info.name), info.type, info.shape)
-        except KernelArgumentError as error:  # its bytes hold something that cannot be a weight
-            raise CheckpointError(self._file.path, str(error), tensor=info.name) from error
         rows = self._row_order(name)
         if rows is None:
             return groups
         zeros, offsets = (None if t is None else t[rows] for t in (groups.zeros, groups.offsets))
         codes, scales = groups.codes[rows], groups.scales[rows]
         return Int4Groups(codes, scales, zeros, offsets, groups.group_size)
+
+    @contextmanager
+    def _naming(self, *names: str) -> Iterator[None]:
+        """Says which tensors hold what cannot be a weight, such as a scale that is no number."""
+        try:
+            yield
+        except KernelArgumentError as error:
+            tensors = ", ".join(map(gguf_name, names))
+            raise CheckpointError(self._file.path, str(error), tensor=tensors) from error
 
     def _dequantized(self, name: str) -> Tensor:
         info = self._file.tensors[gguf_name(name)]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from billfish.errors import InvalidRequestError
+from billfish.errors import CheckpointError, InvalidRequestError
 from billfish.tokenizer.chat_template import ChatTemplate, check_text
 from billfish.tokenizer.content_guard import ContentGuard
 
@@ -37,14 +37,15 @@ class Vocabulary:
 class Tokenizer:
     """Encodes, decodes, and renders chats. Immutable after construction; safe to use in threads.
 
-    encode_words: turns text without control and user-defined tokens into ids.
+    encode_words: turns text without control and user-defined tokens into ids. template: None if the
+    model has none, the error if it has one that cannot be used: that hinders chats, nothing else.
     """
 
     def __init__(
         self,
         vocabulary: Vocabulary,
         encode_words: Callable[[str], list[int]],
-        template: ChatTemplate | None,
+        template: ChatTemplate | CheckpointError | None,
     ) -> None:
         self._vocabulary = vocabulary
         self._encode_words = encode_words
@@ -69,8 +70,8 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Source of the chat template (Jinja), or None."""
-        return self._template.source if self._template else None
+        """Source of the chat template (Jinja), or None if there is none that can be used."""
+        return self._template.source if isinstance(self._template, ChatTemplate) else None
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False
@@ -194,6 +195,8 @@ class Tokenizer:
     def _template_or_fail(self) -> ChatTemplate:
         if self._template is None:
             raise InvalidRequestError("messages", "the model has no chat template")
+        if isinstance(self._template, CheckpointError):
+            raise self._template
         return self._template
 
     def _check_id(self, token_id: int) -> None:

@@ -1,5 +1,8 @@
 """The memory of the paged KV cache: one tensor for all layers."""
 
+import os
+import sys
+
 import torch
 from torch import Tensor
 
@@ -21,7 +24,7 @@ def plan_num_blocks(config: ModelConfig, cache: CacheConfig, dtype: torch.dtype)
     if cache.num_blocks is not None:
         return cache.num_blocks
     each = block_bytes(config, cache.block_size, dtype)
-    count = cache.memory_bytes // each - 1  # the null block takes one
+    count = min(cache.memory_bytes // each - 1, 2**31 - 2)  # the null block takes one
     if count < 1:
         raise CapacityError(
             f"a KV cache of {cache.memory_bytes} bytes holds no block of {cache.block_size} "
@@ -31,14 +34,29 @@ def plan_num_blocks(config: ModelConfig, cache: CacheConfig, dtype: torch.dtype)
 
 
 def allocate(
-    config: ModelConfig, cache: CacheConfig, num_blocks: int, dtype: torch.dtype, device: str
+    config: ModelConfig, cache: CacheConfig, num_blocks: int, dtype: torch.dtype
 ) -> Tensor:
     """[num_layers, 2, 1 + num_blocks, block_size, num_kv_heads, head_dim], the null block first.
 
     Zeroed memory that the system has not touched yet costs nothing until a block is first written.
+    Raises CapacityError where the machine has less memory than that, written or not.
     """
+    each = block_bytes(config, cache.block_size, dtype)
+    asked, there = (1 + num_blocks) * each, _memory_of_machine()
+    if asked > there:
+        raise CapacityError(
+            f"a KV cache of {num_blocks} blocks takes {asked} bytes and this machine has {there}: "
+            f"at most {max(0, there // each - 1)} blocks would fit, less what the model takes"
+        )
     shape = (
         config.num_layers, 2, 1 + num_blocks, cache.block_size, config.num_kv_heads,
         config.head_dim,
     )  # fmt: skip
-    return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype)
+
+
+def _memory_of_machine() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # a system that does not tell
+        return sys.maxsize

@@ -17,7 +17,7 @@ to the last bit whatever shares the batch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -76,6 +76,10 @@ class LogitsRules:
             stop_ids=tuple(admission.stop_ids),
             penalties=penalties if wanted[-1] else None,
         )
+
+    def fork(self) -> "LogitsRules":
+        """For another row with the same request's options, of which nothing is counted yet."""
+        return replace(self, num_counted=0)
 
     def banned(self, generated: Sequence[int]) -> list[int]:
         """Token ids banned after these: at least as many of the last ones as any ban looks at."""

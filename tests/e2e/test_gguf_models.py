@@ -159,3 +159,27 @@ def test_scales_that_are_not_finite_are_damage(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         load(path)
     assert error.value.tensor == "blk.1.ffn_gate.weight"
+
+
+def test_offsets_too_large_for_the_dtype_are_refused(tmp_path: Path) -> None:
+    path = tiny_gguf.write(tmp_path / "tiny.gguf")
+    info = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.0.attn_k.weight")
+    data = bytearray(path.read_bytes())
+    data[info.data_offset : info.data_offset + 4] = np.float16([6e4, 6e4]).tobytes()
+    path.write_bytes(data)
+    load(path)  # float32 holds 6e4 * 8 + 6e4, float16 does not
+    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_k\.weight"):
+        LLM(str(path), dtype="float16", cache=CacheConfig(num_blocks=64))
+
+
+def test_a_context_longer_than_the_cache_costs_nothing(tmp_path: Path) -> None:
+    def long(writer: gguf.GGUFWriter) -> None:
+        writer.add_context_length(2**24)
+
+    llm = load(tiny_gguf.write(tmp_path / "long.gguf", metadata=long))
+    assert llm.max_model_len == 64 * 16 + 1
+    assert len(llm.executor.model.layers[0].attention.rotary.cos_sin) == llm.max_model_len
+
+
+def test_only_linear_layers_count_as_int4(tmp_path: Path) -> None:
+    assert load(tiny_gguf.write(tmp_path / "tiny.gguf")).num_int4_layers == 14

@@ -218,6 +218,7 @@ def test_few_tokens(most, group):
     check(make_case(lens, query_lens, heads=2 * group))
 
 
+@both
 @pytest.mark.parametrize(
     ("seq_lens", "query_lens"),
     [
@@ -225,10 +226,12 @@ def test_few_tokens(most, group):
         ([17], [17]),
         ([128, 129, 127, 600], [128, 129, 127, 600]),
         ([2048], [2048]),
+        ([8192], [8192]),
         ([2560, 3000], [512, 129]),
         ([700, 5, 64, 0, 64, 900], [700, 5, 0, 30, 64, 1]),
         ([8200], [2]),
         ([5] * 200, [5] * 200),
+        ([1 + 37 * i % 400 for i in range(150)], [1 + 37 * i % 400 for i in range(150)]),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -314,6 +317,18 @@ def test_plans(programs):
     check(case)
     assert not plan.workspace.arrivals.any()
     assert plan.nbytes == sum(t.numel() * t.element_size() for t in plan.workspace)
+
+
+@pytest.mark.parametrize("longest", [1, 4])
+def test_plans_of_mixed_batches(longest):
+    """Decode, prefill and tokens of no request; once with as many tokens as if all were long."""
+    for seq_lens, query_lens, extra in ((*MIXED, 3), ([300, 9], [20, 1], 19), ([300], [200], 0)):
+        case = make_case(seq_lens, query_lens, extra_tokens=extra)
+        check(case)
+        plan, case = planned(case, max_query_len=longest)
+        for _ in range(3):
+            check(case)
+        assert not plan.workspace.draws.any()
 
 
 def test_plan_of_another_window_is_not_used():

@@ -183,6 +183,26 @@ def test_counts_follow_the_tokens_step_by_step() -> None:
     check(["b", "a"], 7)
 
 
+def test_a_fork_counts_for_itself() -> None:
+    params = SamplingParams(frequency_penalty=1.0)
+    bench = Bench(admission("a", params, [5, 6], 2))
+    logits = random_logits(1)
+    bench.apply(logits, ["a"])
+    bench.batch.append("a", 9)
+    bench.apply(logits, ["a"])
+    source = bench.batch.rows["a"]
+    assert source.rules is not None
+    fork = replace(source, index=3, rules=source.rules.fork())
+    bench.batch.token_ids[3] = bench.batch.token_ids[source.index]
+    bench.batch.rows["b"] = fork
+    bench.batch.append("b", 7)
+    bench.batch.append("a", 8)
+    both = bench.apply(logits.expand(2, -1), ["a", "b"])
+    for row, generated in zip(both, ([9, 8], [9, 7]), strict=True):
+        expected = defined(logits[0], params, [5, 6], generated, (), ())
+        np.testing.assert_allclose(row.numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_counting_costs_the_new_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
     index_put_ = torch.Tensor.index_put_

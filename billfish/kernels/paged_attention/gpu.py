@@ -6,7 +6,13 @@ from torch import Tensor
 from billfish.errors import KernelArgumentError
 from billfish.kernels._library import bad_argument
 from billfish.kernels.paged_attention import block_copy, cache_write, decode, prefill, swap
-from billfish.kernels.paged_attention.planner import DecodePlan, Scoring, Workspace, is_hopper
+from billfish.kernels.paged_attention.planner import (
+    DecodePlan,
+    Scoring,
+    Workspace,
+    is_hopper,
+    short_limit,
+)
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 MAX_BLOCK_SIZE = 256
@@ -54,8 +60,7 @@ def attend(
     step = (query, k_cache, v_cache, block_table, seq_lens, query_start, out, scoring)
     group = num_heads // k_cache.shape[2]
     decode_len = planned_len if plan else _decode_len(max_query_len, group)
-    if max_query_len > decode_len and num_tokens == num_requests * max_query_len:
-        decode_len = 0  # all requests have as many new tokens: none is short
+    decode_len = short_limit(decode_len, num_tokens, num_requests, max_query_len)
     with torch.cuda.device(query.device):
         if num_requests and decode_len:
             if plan:
@@ -77,7 +82,15 @@ def attend(
             else:
                 decode.decode(*step, workspace, max_query_len=decode_len)
         if max_query_len > decode_len or not num_requests:
-            prefill.prefill(*step, decoded_len=decode_len)
+            if _runs_hopper_prefill(query, k_cache, v_cache, scoring):
+                from billfish.kernels.paged_attention import hopper_prefill
+
+                mine = Workspace(*plan) if plan else None
+                hopper_prefill.prefill(
+                    *step, decoded_len=decode_len, plan=mine, overlap=mine is not None
+                )
+            else:
+                prefill.prefill(*step, decoded_len=decode_len)
     return out
 
 
@@ -104,6 +117,14 @@ def _runs_hopper_decode(k_cache: Tensor, v_cache: Tensor, packed_rows: int) -> b
     from billfish.kernels.paged_attention import hopper_decode
 
     return hopper_decode.supports(k_cache, v_cache, packed_rows)
+
+
+def _runs_hopper_prefill(query: Tensor, k_cache: Tensor, v_cache: Tensor, scoring: Scoring) -> bool:
+    if not is_hopper(k_cache.device):
+        return False
+    from billfish.kernels.paged_attention import hopper_prefill
+
+    return hopper_prefill.supports(query, k_cache, v_cache, scoring)
 
 
 def _decode_len(max_query_len: int, group: int) -> int:

@@ -1,6 +1,7 @@
 """The offline API: text in, text out, many requests at once."""
 
 import itertools
+import logging
 import os
 import signal
 from collections import deque
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from billfish.checkpoint import sampling_defaults
 from billfish.checkpoint.gguf import GGUFFile
 from billfish.checkpoint.locate import DEMO_MODEL, locate
 from billfish.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -20,6 +22,8 @@ from billfish.models import gguf as gguf_models
 from billfish.sampling_params import SamplingParams
 from billfish.tokenizer import from_gguf
 from billfish.worker import ModelRunner, kv_cache
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 """A text, or the token ids of one."""
@@ -31,6 +35,9 @@ Progress = Callable[[int, int], None]
 
 Cancelled = Callable[[], bool]
 """Asked between steps; once it says yes, what is not done is aborted and the stream ends."""
+TokenSequences = Sequence[Sequence[int]]
+Submission = tuple[Sequence[int], SamplingParams, TokenSequences]
+"""Prompt, options and token ids of the bad words of one request."""
 Stream = Generator[tuple[int, RequestOutput], None, None]
 """Yields (index of the prompt, output so far); closing it aborts what is not done."""
 
@@ -43,6 +50,11 @@ class LLM:
     cache, scheduler: see `billfish.config`.
     seed: draws the seeds of requests that bring none; None takes one from the system.
     progress: called with (tensors loaded, tensors in all) while the model loads.
+
+    default_params: the options of requests that bring none: those of SamplingParams, with what the
+    model's file asks for in place of some (`checkpoint_defaults`, logged at start). Options that a
+    request brings are used as they are; to change some and keep the rest, use
+    `dataclasses.replace(llm.default_params, temperature=0.2)`.
 
     Raises CheckpointError for a file that cannot be served, CapacityError for a cache too small,
     ConfigError for settings out of range.
@@ -71,6 +83,7 @@ class LLM:
             self.model_config = gguf_models.read_config(file)
             self.tokenizer = from_gguf(file.metadata, str(path))
             self.num_int4_layers = gguf_models.count_int4_layers(file)
+            self.checkpoint_defaults = sampling_defaults.read(file)
             self._check_vocabulary(path)
             torch_dtype = getattr(torch, dtype)
             num_blocks = kv_cache.plan_num_blocks(self.model_config, self.config.cache, torch_dtype)
@@ -103,6 +116,9 @@ class LLM:
             scheduler=self.config.scheduler,
             seed=seed,
         )
+        self.default_params = SamplingParams(**self.checkpoint_defaults.options)
+        if self.checkpoint_defaults:
+            logger.info("%s", self.checkpoint_defaults)
         self._request_numbers = itertools.count()
         self._inboxes: dict[str, tuple[deque[tuple[int, RequestOutput]], int]] = {}
 
@@ -115,11 +131,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continues each prompt; the outputs come in the order of the prompts.
 
-        params: one for all, or one each. progress: called with (finished, prompts). Raises
-        InvalidRequestError or CapacityError if any request is wrong, before any of them starts.
+        params: one for all, or one each; without, `default_params`. progress: called with
+        (finished, prompts). Raises InvalidRequestError or CapacityError if any request is wrong,
+        before any of them starts.
         """
-        requests = self._requests(self._prompt_ids(prompts), params)
-        return self._run(requests, progress)
+        return self._run(self._requests(self._prompt_ids(prompts), params), progress)
 
     def chat(
         self,
@@ -129,8 +145,7 @@ class LLM:
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """Answers each conversation through the model's chat template; otherwise as `generate`."""
-        requests = self._requests(self._conversation_ids(conversations), params)
-        return self._run(requests, progress)
+        return self._run(self._requests(self._conversation_ids(conversations), params), progress)
 
     def stream(
         self,
@@ -196,19 +211,27 @@ class LLM:
         self,
         prompts: list[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[tuple[Sequence[int], SamplingParams]]:
+    ) -> list[Submission]:
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [params or self.default_params] * len(prompts)
         _check_sequence("params", params, "SamplingParams, or a list of them")
         if len(params) != len(prompts):
             raise InvalidRequestError(
                 "params", f"got {len(params)} for {len(prompts)} prompts; give one, or one each"
             )
-        return list(zip(prompts, params, strict=True))
+        return [
+            (prompt, each, self._bad_word_ids(each))
+            for prompt, each in zip(prompts, params, strict=True)
+        ]
 
-    def _run(
-        self, requests: list[tuple[Sequence[int], SamplingParams]], progress: Progress | None
-    ) -> list[RequestOutput]:
+    def _bad_word_ids(self, params: SamplingParams) -> TokenSequences:
+        words = params.bad_words if isinstance(params, SamplingParams) else ()
+        try:
+            return [ids for word in words for ids in self.tokenizer.spellings(word)]
+        except InvalidRequestError as error:
+            raise InvalidRequestError("bad_words", error.reason) from error
+
+    def _run(self, requests: list[Submission], progress: Progress | None) -> list[RequestOutput]:
         finished: dict[int, RequestOutput] = {}
         for index, output in self._stream(requests):
             if output.finished:
@@ -217,11 +240,7 @@ class LLM:
                     progress(len(finished), len(requests))
         return [finished[index] for index in range(len(requests))]
 
-    def _stream(
-        self,
-        requests: list[tuple[Sequence[int], SamplingParams]],
-        cancelled: Cancelled | None = None,
-    ) -> Stream:
+    def _stream(self, requests: list[Submission], cancelled: Cancelled | None = None) -> Stream:
         # Streams may be interleaved: whoever steps the engine delivers to all of them.
         inbox: deque[tuple[int, RequestOutput]] = deque()
         mine: list[str] = []
@@ -241,16 +260,16 @@ class LLM:
 
     def _add(
         self,
-        requests: list[tuple[Sequence[int], SamplingParams]],
+        requests: list[Submission],
         inbox: deque[tuple[int, RequestOutput]],
         mine: list[str],
     ) -> None:
         """Queue the requests; their ids go to mine, where they are found if one is refused."""
-        for index, (prompt, params) in enumerate(requests):
+        for index, (prompt, params, bad_word_ids) in enumerate(requests):
             request_id = str(next(self._request_numbers))
             try:
                 with interrupts_wait():
-                    self.engine.add_request(request_id, prompt, params)
+                    self.engine.add_request(request_id, prompt, params, bad_word_ids=bad_word_ids)
                     self._inboxes[request_id] = (inbox, index)
                     mine.append(request_id)
             except (InvalidRequestError, CapacityError) as error:

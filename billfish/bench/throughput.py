@@ -1,6 +1,6 @@
 """Times whole models on the CPU beside transformers and llama.cpp, in one run, on the same file.
 
-    python -m billfish.bench.throughput --out benchmarks/engine.json [--peers transformers,llama.cpp]
+    python -m billfish.bench.throughput --out FILE [--peers transformers,llama.cpp]
 
 Every measurement is a process of its own; the implementations take turns for several rounds and
 each figure is the median of its rounds. All prompts have the same length and every request

@@ -14,6 +14,7 @@ from billfish.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from billfish.llm import LLM
 
+DEFAULTS = {"temperature": 0.2, "top_p": 0.9}
 HELP = "/reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 
@@ -21,21 +22,30 @@ def command(
     model: common.Model = DEMO_MODEL,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_tokens: common.MaxTokens = 512,
-    temperature: common.Temperature = 0.2,
-    top_p: common.TopP = 0.9,
-    top_k: common.TopK = 0,
+    temperature: common.Temperature = None,
+    top_p: common.TopP = None,
+    top_k: common.TopK = None,
+    min_p: common.MinP = None,
+    presence_penalty: common.PresencePenalty = 0.0,
+    frequency_penalty: common.FrequencyPenalty = 0.0,
+    repetition_penalty: common.RepetitionPenalty = 1.0,
     seed: common.Seed = None,
     dtype: common.Dtype = "bfloat16",
     kv_memory: common.KVMemory = 1.0,
 ) -> None:
     """Talk to a model. Ctrl-C stops the answer, not the program."""
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
-    )
+    given = {
+        "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
+        "min_p": min_p, "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty, "repetition_penalty": repetition_penalty,
+        "seed": seed,
+    }  # fmt: skip
+    common.sampling(DEFAULTS, given)
     llm = common.load(model, dtype, kv_memory)
     llm.tokenizer.encode_chat(
         [{"role": "user", "content": "?"}]
     )  # a model that cannot chat says so
+    params = common.sampling(DEFAULTS, given, llm)
     console = Console()
     console.print(HELP, style="dim")
     opening = [{"role": "system", "content": system}] if system is not None else []

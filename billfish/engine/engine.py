@@ -11,6 +11,12 @@ from billfish.engine.detokenizer import Detokenizer
 from billfish.engine.outputs import EngineStats, FinishReason, RequestOutput, RequestRecord
 from billfish.engine.plan import Executor, StepPlan, StepResult
 from billfish.engine.request import Request
+from billfish.engine.request_checks import (
+    TokenSequences,
+    check_min_tokens,
+    check_sampling,
+    check_token_range,
+)
 from billfish.engine.scheduler import ScheduledStep, Scheduler
 from billfish.errors import BillfishError, CapacityError, ConfigError, InvalidRequestError
 from billfish.sampling_params import SamplingParams
@@ -88,36 +94,52 @@ class Engine:
         return bool(self._undelivered) or not self._scheduler.idle
 
     def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        bad_word_ids: TokenSequences = (),
     ) -> None:
         """Queue a request. Nothing has changed if it is refused.
 
         max_tokens None generates for as long as max_model_len and the KV cache allow.
+        bad_word_ids: params.bad_words as token ids, in all spellings (`Tokenizer.spellings`).
         InvalidRequestError: an argument is wrong, or the id belongs to a request that has not
         ended. CapacityError: it can never fit, or max_waiting requests wait already.
         """
         self._check_request_id(request_id)
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError("params", f"must be SamplingParams, got {params!r}")
-        self._check_token_range("stop_token_ids", params.stop_token_ids)
+        stop_ids = frozenset(params.stop_token_ids)
+        stop_ids = stop_ids if params.ignore_eos else stop_ids | self._eos_token_ids
+        bad_words = check_sampling(params, stop_ids, bad_word_ids, self._vocab_size)
         prompt, max_tokens = self._check_prompt(prompt_token_ids, params.max_tokens)
+        check_min_tokens(params, max_tokens)
         max_waiting = self._scheduler.config.max_waiting
         if len(self._scheduler.waiting) >= max_waiting:
             raise CapacityError(
                 f"{len(self._scheduler.waiting)} requests are waiting and max_waiting is "
                 f"{max_waiting}: try again later, or raise max_waiting"
             )
-        stop_ids = frozenset(params.stop_token_ids)
-        detokenizer = Detokenizer(self._token_bytes, prompt, params.stop)
+        detokenizer = Detokenizer(
+            self._token_bytes, prompt, params.stop, params.include_stop_str_in_output
+        )
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt,
             params=params,
             seed=self._random.getrandbits(64) if params.seed is None else params.seed,
             max_tokens=max_tokens,
-            stop_ids=stop_ids if params.ignore_eos else stop_ids | self._eos_token_ids,
+            stop_ids=stop_ids,
+            bad_word_ids=bad_words,
             detokenizer=detokenizer,
-            record=RequestRecord(arrival=self._clock(), num_prompt_tokens=len(prompt)),
+            record=RequestRecord(
+                arrival=self._clock(),
+                num_prompt_tokens=len(prompt),
+                logprobs=None if params.logprobs is None else [],
+                prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            ),
             num_tokens=len(prompt),
         )
         self._requests[request_id] = request
@@ -152,6 +174,7 @@ class Engine:
         try:
             result = self._executor.execute(scheduled.plan)
             self._check_result(scheduled.plan, result)
+            self._take_logprobs(scheduled.sampling, result)
             self._count_step()
             self._postprocess(scheduled, result, outputs)
         except BaseException:
@@ -194,7 +217,8 @@ class Engine:
             else:
                 if request.record.first_token is None:
                     request.record.first_token = now
-                output = request.append(result.token_ids[request.request_id])
+                name = request.request_id
+                output = request.append(result.token_ids[name], result.logprobs.get(name))
                 self._output_tokens += 1
             outputs.append(output)
             if output.finish_reason is not None:
@@ -250,6 +274,21 @@ class Engine:
                     f"{self._vocab_size}"
                 )
 
+    def _take_logprobs(self, sampling: list[Request], result: StepResult) -> None:
+        """ExecutorError unless they are there for every token whose request asks for them."""
+        if result.prompt_logprobs:
+            running = {request.request_id: request for request in self._scheduler.running}
+            for request_id, logprobs in result.prompt_logprobs.items():
+                if request_id in running:  # else aborted while the step was computed
+                    running[request_id].add_prompt_logprobs(logprobs)
+        for request in sampling:
+            name = request.request_id
+            if request.finish_reason is not None or name not in result.token_ids:
+                continue
+            missing = request.params.logprobs is not None and name not in result.logprobs
+            if missing or request.needs_prompt_logits:
+                raise ExecutorError(f"step {result.step}: no log-probabilities for {name!r}")
+
     def _check_request_id(self, request_id: str) -> None:
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequestError("request_id", f"must be a string, got {request_id!r}")
@@ -273,24 +312,8 @@ class Engine:
             raise InvalidRequestError("prompt_token_ids", "must not be empty")
         max_tokens = self._check_fits(len(prompt_token_ids), max_tokens)
         prompt = tuple(prompt_token_ids)  # only now: its length is bounded
-        self._check_token_range("prompt_token_ids", prompt)
+        check_token_range("prompt_token_ids", prompt, self._vocab_size)
         return prompt, max_tokens
-
-    def _check_token_range(self, parameter: str, token_ids: tuple[int, ...]) -> None:
-        if not token_ids:
-            return
-        if set(map(type, token_ids)) != {int}:
-            wrong = next(i for i, token_id in enumerate(token_ids) if type(token_id) is not int)
-            raise InvalidRequestError(
-                parameter, f"must hold only integers, got {token_ids[wrong]!r} at index {wrong}"
-            )
-        for token_id in (min(token_ids), max(token_ids)):
-            if not 0 <= token_id < self._vocab_size:
-                raise InvalidRequestError(
-                    parameter,
-                    f"token id {token_id} at index {token_ids.index(token_id)} is not in the "
-                    f"vocabulary, 0..{self._vocab_size - 1}",
-                )
 
     def _check_fits(self, num_prompt: int, max_tokens: int | None) -> int:
         """How many tokens may be generated. CapacityError if what is asked for can never fit."""

@@ -9,6 +9,7 @@ can be made before the tokens of step t are known.
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from billfish.engine.logprobs import PromptLogprobs, TokenLogprobs
 from billfish.sampling_params import SamplingParams
 
 NULL_BLOCK = 0
@@ -21,6 +22,8 @@ class Admission:
 
     token_ids: the prompt and, where the request was preempted, the tokens generated before.
     num_prompt_tokens: how many of token_ids are the prompt.
+    stop_ids: all token ids that end it, so that min_tokens can ban them.
+    bad_word_ids: token sequences that must not be generated.
     """
 
     request_id: str
@@ -28,6 +31,8 @@ class Admission:
     num_prompt_tokens: int
     sampling: SamplingParams
     seed: int
+    stop_ids: frozenset[int] = frozenset()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +73,17 @@ class StepResult:
 
     failed: requests for which no token can be chosen, such as those whose logits are not numbers.
     They end; the others in the step are not touched.
+    logprobs: of each token in token_ids whose request asks for them.
+    prompt_logprobs: of the prompt tokens that follow those computed in this step, for each request
+    that asks for them and whose prompt was not complete when it was admitted. What a preempted
+    request computes again comes again.
     """
 
     step: int
     token_ids: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
 
 
 class Executor(Protocol):

@@ -95,6 +95,19 @@ class Tokenizer:
         ids = self._encode(text, parse_special)
         return self._surround(ids) if add_special_tokens else ids
 
+    def spellings(self, word: str) -> tuple[tuple[int, ...], ...]:
+        """The ids of `word` as it may stand inside a text: alone, and after a space.
+
+        Each as the tokenizer cuts it; a model may still write the same word in other pieces. Raises
+        InvalidRequestError when `word` is no string, holds lone surrogates, or has no tokens.
+        """
+        check_text("word", word)
+        bare = word.lstrip(" ") or word
+        found = {tuple(self._encode(text, False, space="")) for text in (bare, " " + bare)}
+        if () in found:
+            raise InvalidRequestError("word", f"{word!r} has no tokens in this vocabulary")
+        return tuple(sorted(found))
+
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`: their token_bytes joined and read as UTF-8, U+FFFD where they are not.
 
@@ -154,9 +167,11 @@ class Tokenizer:
             ids.insert(0, begin)
         return ids
 
-    def _encode(self, text: str, parse_special: bool, mark: str = "") -> list[int]:
+    def _encode(
+        self, text: str, parse_special: bool, mark: str = "", space: str = " "
+    ) -> list[int]:
         """Ids of `text`. `mark`, where there is one, keeps written-out tokens from being matched
-        and is itself dropped."""
+        and is itself dropped. `space`: what a vocabulary with space_prefix puts in front."""
         matcher = self._special if parse_special else self._plain
         ids: list[int] = []
         for part, token_id in _parts(matcher, self._special_ids, text):
@@ -165,7 +180,7 @@ class Tokenizer:
                 continue
             words = part.replace(mark, "") if mark else part
             if words:
-                prefix = " " if self._vocabulary.space_prefix else ""
+                prefix = space if self._vocabulary.space_prefix else ""
                 ids += self._encode_words(prefix + words)
         return ids
 

@@ -8,16 +8,23 @@ from torch import Tensor
 from billfish.engine.plan import NULL_BLOCK, Admission, StepPlan, Work
 from billfish.kernels.paged_attention import AttentionMetadata
 from billfish.sampling_params import SamplingParams
+from billfish.worker.logits_processor import LogitsRules
 
 
 @dataclass(slots=True)
 class Row:
-    """A request's place in the batch: its row in the token table and in the block table."""
+    """A request's place in the batch: its row in the token table and in the block table.
+
+    resumed: it came with generated tokens, after a preemption. rules: what it asks of its logits.
+    """
 
     index: int
     sampling: SamplingParams
     seed: int
     num_tokens: int
+    num_prompt_tokens: int
+    resumed: bool
+    rules: LogitsRules | None
     num_blocks: int = 0
 
 
@@ -102,5 +109,11 @@ class InputBatch:
         tokens = torch.tensor(admission.token_ids, dtype=torch.int64)
         self.token_ids[index, : len(tokens)] = tokens
         self.rows[admission.request_id] = Row(
-            index, admission.sampling, admission.seed, num_tokens=len(tokens)
+            index,
+            admission.sampling,
+            admission.seed,
+            num_tokens=len(tokens),
+            num_prompt_tokens=admission.num_prompt_tokens,
+            resumed=len(tokens) > admission.num_prompt_tokens,
+            rules=LogitsRules.of(admission),
         )

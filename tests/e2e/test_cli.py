@@ -54,6 +54,46 @@ def test_generate_options_reach_the_sampler(tiny: str) -> None:
     assert text("--temperature", "3", "--seed", "5", "--top-k", "1") == text()
 
 
+def test_generate_options_of_the_distribution(tiny: str) -> None:
+    def text(*options: str) -> str:
+        result = run("generate", "-m", tiny, "--max-tokens", "16", *options, "Hello there")
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    plain = text()
+    hot = ("--temperature", "5", "--seed", "3")
+    assert text(*hot, "--min-p", "1") == plain
+    for option in ("--presence-penalty", "--frequency-penalty", "--repetition-penalty"):
+        assert text(option, "2") != plain
+    letter = plain.strip()[0]
+    assert letter not in text("--bad-word", letter)
+    stop = plain.rstrip("\n")[3:5]
+    assert text("--stop", stop, "--include-stop") == text("--stop", stop)[:-1] + stop + "\n"
+
+
+def test_generate_json_logprobs(tiny: str) -> None:
+    options = ["--json", "--logprobs", "3", "--max-tokens", "5", "--seed", "1"]
+    result = run("generate", "-m", tiny, *options, "--temperature", "1", "Hello there")
+    assert result.returncode == 0, result.stderr
+    line = json.loads(result.stdout)
+    assert len(line["logprobs"]) == line["output_tokens"]
+    for each in line["logprobs"]:
+        assert each["rank"] >= 1
+        assert each["logprob"] < 0
+        assert len(each["top"]) == 3
+        assert set(each["top"][0]) == {"id", "token", "logprob"}
+
+
+def test_a_models_own_defaults_are_shown_and_give_way(tmp_path: Path) -> None:
+    path = tmp_path / "hot.gguf"
+    tiny_gguf.write(path, metadata=lambda w: w.add_float32("general.sampling.temp", 5.0))
+    common = ["generate", "-m", str(path), "--max-tokens", "12", "--seed", "1", "Hello there"]
+    hot, cold = run(*common), run(*common, "--temperature", "0")
+    again = run(*common, "--temperature", "5")
+    assert "sampling defaults of the model file: temperature=5" in hot.stderr
+    assert hot.stdout == again.stdout != cold.stdout
+
+
 def test_generate_chat_uses_the_template_and_shows_the_ledger(tiny: str) -> None:
     result = run("generate", "-m", tiny, "--max-tokens", "4", "--chat", "--ledger", "Hi")
     assert result.returncode == 0
@@ -68,6 +108,11 @@ def test_generate_chat_uses_the_template_and_shows_the_ledger(tiny: str) -> None
     [
         (["--temperature", "-1", "x"], "temperature"),
         (["--top-p", "0", "x"], "top_p"),
+        (["--min-p", "2", "x"], "min_p"),
+        (["--presence-penalty", "3", "x"], "presence_penalty"),
+        (["--json", "--logprobs", "21", "x"], "logprobs"),
+        (["--logprobs", "2", "x"], "--json"),
+        (["--min-tokens", "200", "x"], "min_tokens"),
         (["--dtype", "int8", "x"], "dtype"),
         (["--max-tokens", "100000", "x"], "max_model_len is 512"),
         (["--kv-memory", "0.00001", "x"], "KV cache"),

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from billfish.checkpoint.sampling_defaults import SamplingDefaults
 from billfish.cli import chat, common
 from billfish.errors import CapacityError
 
@@ -12,6 +13,7 @@ class FakeLLM:
     """Answers "answer 1", "answer 2"; refuses a conversation whose last message is "too long"."""
 
     max_model_len = 1000
+    checkpoint_defaults = SamplingDefaults()
 
     def __init__(self) -> None:
         self.tokenizer = self

@@ -182,3 +182,24 @@ def test_a_template_that_cannot_be_used_hinders_chats_only():
     with pytest.raises(CheckpointError, match="line 1") as error:
         tokenizer.encode_chat([{"role": "user", "content": "abc"}])
     assert error.value.tensor == "tokenizer.chat_template"
+
+
+@pytest.mark.parametrize("word", ["ab", " ab"])
+def test_spellings_are_the_word_alone_and_after_a_space(word):
+    def texts(tokenizer):
+        return {
+            b"".join(map(tokenizer.token_bytes, ids)).decode() for ids in tokenizer.spellings(word)
+        }
+
+    assert texts(from_gguf(byte_level(), "f")) == {"ab", " ab"}
+    # SentencePiece puts a space in front of a text; a word inside of one has none, or its own.
+    pieces = {"▁": 0.0, "a": 0.0, "b": 0.0, "▁ab": 1.0, "ab": 0.5}
+    tokenizer = from_gguf(sentencepiece(pieces), "f")
+    assert texts(tokenizer) == {"ab", " ab"}
+    assert {len(ids) for ids in tokenizer.spellings(word)} == {1}
+
+
+@pytest.mark.parametrize("word", ["\ud800", 5, None])
+def test_spellings_of_what_is_no_text_are_refused(word):
+    with pytest.raises(InvalidRequestError):
+        from_gguf(byte_level(), "f").spellings(word)

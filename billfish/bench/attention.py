@@ -1,7 +1,7 @@
 """Times paged attention against peers, in one process on one GPU.
 
-    python -m billfish.bench.attention --out benchmarks/attention.json [--peers DIR]
-    python -m billfish.bench.attention --ablation --out benchmarks/ablation_attention.json
+    billfish bench attention --out benchmarks/attention.json [--peers DIR]
+    billfish bench attention --ablation --out benchmarks/ablation_attention.json
 
 All implementations of a case are captured in CUDA graphs and replayed in turns, so that they meet
 the same clock and power state. Each call of a graph uses its own part of the cache, enough of them
@@ -11,12 +11,8 @@ FlashAttention-3 as the vllm 0.23.0 wheel carries it (_vllm_fa3_C.abi3.so, in DI
 """
 
 import argparse
-import datetime
-import json
 import lzma
-import platform
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -26,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from billfish.bench import record
 from billfish.bench.block_movement import movement
 from billfish.bench.turns import Call, time_in_turns
 from billfish.kernels.paged_attention import (
@@ -336,26 +332,12 @@ def unpacked(batch: Batch) -> list[Call]:
     return [partial(call, plan.update(part)) for part in batch.parts]
 
 
-def environment(arguments: list[str]) -> dict[str, Any]:
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True, check=True)
-    return {
-        "device": torch.cuda.get_device_name(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": git.stdout.strip() if git.returncode == 0 else None,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "driver": driver.stdout.splitlines()[0],
-        },
-        "command": "python -m billfish.bench.attention " + " ".join(arguments),
-    }
-
-
 def main(arguments: list[str]) -> None:
-    cli = argparse.ArgumentParser(description=__doc__)
+    cli = argparse.ArgumentParser(
+        prog="billfish bench attention",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     cli.add_argument("--out", required=True, help="JSON file to write")
     cli.add_argument("--peers", help="folder with the FlashAttention-3 library")
     cli.add_argument("--heads", default="32/8,64/8,32/32", help="query/KV heads, comma-separated")
@@ -371,13 +353,15 @@ def main(arguments: list[str]) -> None:
     if options.peers:
         load_fa3(options.peers)
         makers["fa3"] = fa3
-    result = {**environment(arguments), "rows": []}
+    command = "billfish bench attention " + " ".join(arguments)
+    head = record.environment(command)
+    kept: list[dict[str, Any]] = []
 
     def keep(rows: list[dict[str, Any]]) -> None:
         for row in rows:
             print("  ".join(f"{value}" for value in row.values()), flush=True)
-        result["rows"] += rows
-        Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+        kept.extend(rows)
+        record.write(options.out, head, kept)
 
     for pair in heads:
         if options.ablation:

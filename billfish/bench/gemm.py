@@ -1,7 +1,7 @@
 """Times W4A16 matrix products against peers, in one process on one GPU.
 
-    python -m billfish.bench.gemm --out benchmarks/gemm.json [--peers DIR]
-    python -m billfish.bench.gemm --ablation --out benchmarks/ablation_gemm.json
+    billfish bench gemm --out benchmarks/gemm.json [--peers DIR]
+    billfish bench gemm --ablation --out benchmarks/ablation_gemm.json
 
 All implementations of a case are captured in CUDA graphs and replayed in turns, so that they meet
 the same clock and power state. Each call of a graph has its own copy of the weights, enough of them
@@ -11,23 +11,17 @@ float64 product; one that is off is marked and not timed.
 """
 
 import argparse
-import datetime
-import json
-import platform
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from billfish.bench.gemm_peers import Maker, Product, makers
+from billfish.bench import record
+from billfish.bench.gemm_peers import PEER_VERSIONS, Maker, Product, makers
 from billfish.bench.turns import Call, time_in_turns
 from billfish.kernels import marlin
 from billfish.kernels.marlin import reference
@@ -197,22 +191,12 @@ def host_cost(m: int = 1, calls: int = 300) -> dict[str, float]:
     return {"m": m, "host_us": round(best, 1)}
 
 
-def environment(arguments: Sequence[str]) -> dict[str, Any]:
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    return {
-        "device": torch.cuda.get_device_name(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": None if git.returncode else git.stdout.strip(),
-        "versions": {
-            "python": platform.python_version(), "torch": torch.__version__,
-            "triton": triton.__version__, "vllm": "0.23.0", "humming-kernels": "0.1.20",
-        },
-        "command": "python -m billfish.bench.gemm " + " ".join(arguments),
-    }  # fmt: skip
-
-
 def main(arguments: list[str]) -> None:
-    cli = argparse.ArgumentParser(description=__doc__)
+    cli = argparse.ArgumentParser(
+        prog="billfish bench gemm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     cli.add_argument("--out", required=True, help="JSON file to write")
     cli.add_argument("--peers", help="folder with the wheels and libraries of peers")
     cli.add_argument("--rows", default="1,8,16,32,64,128,256,1024,4096", help="values of M")
@@ -224,7 +208,9 @@ def main(arguments: list[str]) -> None:
     options = cli.parse_args(arguments)
     rows = [int(m) for m in options.rows.split(",")]
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
-    result: dict[str, Any] = {**environment(arguments), "rows": []}
+    head = record.environment("billfish bench gemm " + " ".join(arguments))
+    head["versions"] |= PEER_VERSIONS if options.peers else {}
+    kept: list[dict[str, Any]] = []
     began = time.monotonic()
     peers = {} if options.ablation else makers(options.peers, rows)
     print(host_cost(), flush=True)
@@ -242,8 +228,8 @@ def main(arguments: list[str]) -> None:
             del products
         torch.cuda.empty_cache()
         print_rows(found)
-        result["rows"] += found
-        Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+        kept += found
+        record.write(options.out, head, kept)
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:

@@ -30,6 +30,9 @@ Maker = Callable[[Tensor, Tensor, int], Product]
 # How vLLM writes a scalar type as a number: its bits from bit 8, its bias from bit 17.
 _UINT4_BIAS8 = 4 << 8 | 8 << 17 | 1 << 50
 
+PEER_VERSIONS = {"vllm": "0.23.0", "humming-kernels": "0.1.20"}
+"""Of the wheels in the folder, which are not installed and so do not tell."""
+
 
 def makers(folder: str | None, rows: Sequence[int]) -> dict[str, Maker]:
     """The peers of torch, and those whose files are in `folder`. rows: the M that will be timed."""

@@ -1,6 +1,6 @@
 """Times whole models on the CPU beside transformers and llama.cpp, in one run, on the same file.
 
-    python -m billfish.bench.throughput --out FILE [--peers transformers,llama.cpp]
+    billfish bench throughput --out FILE [--peers transformers,llama.cpp]
 
 Every measurement is a process of its own; the implementations take turns for several rounds and
 each figure is the median of its rounds. All prompts have the same length and every request
@@ -193,7 +193,9 @@ def main(arguments: list[str]) -> None:
     from billfish.checkpoint.locate import DEMO_MODEL, locate
 
     cli = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="billfish bench throughput",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     cli.add_argument("--out", required=True, help="JSON file to write")
     cli.add_argument("--model", default=DEMO_MODEL)
@@ -207,7 +209,7 @@ def main(arguments: list[str]) -> None:
     names = [n for n in IMPLEMENTATIONS if n.split()[0] in wanted]
     batches = [int(b) for b in options.batches.split(",")]
     head = record.environment(
-        "python -m billfish.bench.throughput " + " ".join(arguments),
+        "billfish bench throughput " + " ".join(arguments),
         ("transformers", "llama-cpp-python"),
     )
     rows = run(str(locate(options.model)), names, batches, options)

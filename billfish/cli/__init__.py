@@ -6,7 +6,7 @@ import sys
 import typer
 from rich.console import Console
 
-from billfish.cli import chat, demo, env, generate
+from billfish.cli import bench, chat, demo, env, generate
 from billfish.errors import BillfishError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app.command("demo")(demo.command)
 app.command("generate")(generate.command)
 app.command("chat")(chat.command)
 app.command("env")(env.command)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

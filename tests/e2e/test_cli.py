@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from billfish.version import __version__
 from tests.e2e import tiny_gguf
@@ -232,3 +233,14 @@ def test_env_names_the_versions() -> None:
     assert result.returncode == 0
     for words in ("python", "torch", "cpu", "gpu", __version__):
         assert words in result.stdout
+
+
+def test_bench_passes_options_on_and_says_when_there_is_no_gpu() -> None:
+    listed = run("bench", "throughput", "--help")
+    assert listed.returncode == 0
+    assert "usage: billfish bench throughput" in listed.stdout
+    assert "--batches" in listed.stdout
+    if not torch.cuda.is_available():
+        refused = run("bench", "gemm", "--out", "nowhere.json")
+        assert refused.returncode == 1
+        assert "this machine has none" in refused.stderr

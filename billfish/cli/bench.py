@@ -1,0 +1,41 @@
+"""`billfish bench`: measures kernels and whole models on this machine."""
+
+from importlib import import_module
+
+import typer
+
+from billfish.errors import ConfigError
+
+app = typer.Typer(
+    help="Measure on this machine; results go to a JSON file. `billfish bench NAME --help` lists "
+    "the options of each.",
+    no_args_is_help=True,
+)
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command("gemm", context_settings=_PASS_ON)
+def gemm(context: typer.Context) -> None:
+    """W4A16 products beside cuBLAS, Marlin, Machete and humming, on a GPU."""
+    _run("gemm", context.args, needs_gpu=True)
+
+
+@app.command("attention", context_settings=_PASS_ON)
+def attention(context: typer.Context) -> None:
+    """Paged attention beside FlashAttention-3 and cuDNN, on a GPU."""
+    _run("attention", context.args, needs_gpu=True)
+
+
+@app.command("throughput", context_settings=_PASS_ON)
+def throughput(context: typer.Context) -> None:
+    """A whole model beside transformers and llama.cpp, on the CPU."""
+    _run("throughput", context.args, needs_gpu=False)
+
+
+def _run(name: str, arguments: list[str], *, needs_gpu: bool) -> None:
+    if needs_gpu and "--help" not in arguments:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError(f"bench {name} measures a GPU, and this machine has none")
+    import_module(f"billfish.bench.{name}").main(arguments)

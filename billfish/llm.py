@@ -3,6 +3,7 @@
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,18 @@ Progress = Callable[[int, int], None]
 
 Stream = Generator[tuple[int, RequestOutput], None, None]
 """Yields (index of the prompt, output so far); closing it aborts what is not done."""
+
+
+@dataclass(slots=True)
+class Inbox:
+    """Where the outputs of one request go: those of a stream share it.
+
+    prompt: its index among the prompts. unfinished: samples that have not ended.
+    """
+
+    outputs: deque[tuple[int, RequestOutput]]
+    prompt: int
+    unfinished: int
 
 
 class LLM:
@@ -67,6 +80,7 @@ class LLM:
             self.num_int4_layers = sum(info.type in INT4_TYPES for info in file.tensors.values())
             self._check_vocabulary(path)
             self.max_model_len = self._max_model_len()
+            swap_blocks = self.config.cache.swap_blocks
             torch_dtype = getattr(torch, dtype)
             num_blocks = kv_cache.plan_num_blocks(self.model_config, self.config.cache, torch_dtype)
             network = gguf_models.load_model(
@@ -76,15 +90,13 @@ class LLM:
                 max_len=self.max_model_len,
                 progress=progress,
             )
-        memory = kv_cache.allocate(
-            self.model_config, self.config.cache, num_blocks, torch_dtype, self.config.device
-        )
         self.executor = ModelRunner(
             network,
-            memory,
+            self._allocate(num_blocks, self.config.device),
             vocab_size=self.tokenizer.vocab_size,
             max_num_seqs=self.config.scheduler.max_num_seqs,
             max_model_len=self.max_model_len,
+            host_cache=self._allocate(swap_blocks, "cpu") if swap_blocks else None,
         )
         self.engine = Engine(
             self.executor,
@@ -95,59 +107,76 @@ class LLM:
             eos_token_ids=self.tokenizer.eos_token_ids,
             token_bytes=self.tokenizer.token_bytes,
             scheduler=self.config.scheduler,
+            prefix_caching=self.config.cache.prefix_caching,
+            swap_blocks=swap_blocks,
             seed=seed,
         )
         self._request_numbers = itertools.count()
-        self._inboxes: dict[str, tuple[deque[tuple[int, RequestOutput]], int]] = {}
+        self._inboxes: dict[str, Inbox] = {}
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        cache_salt: str | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """Continues each prompt; the outputs come in the order of the prompts.
 
-        params: one for all, or one each. progress: called with (finished, prompts). Raises
-        InvalidRequestError or CapacityError if any request is wrong, before any of them starts.
+        A prompt with `n` > 1 has n outputs, one after the other in the order of their `index`.
+
+        params: one for all, or one each. cache_salt: keeps what these prompts leave in the prefix
+        cache from requests that do not bring the same one. progress: called with (finished,
+        outputs). Raises InvalidRequestError or CapacityError if any request is wrong, before any of
+        them starts.
         """
         requests = self._requests(self._prompt_ids(prompts), params)
-        return self._run(requests, progress)
+        return self._run(requests, cache_salt, progress)
 
     def chat(
         self,
         conversations: Conversation | Sequence[Conversation],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        cache_salt: str | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """Answers each conversation through the model's chat template; otherwise as `generate`."""
         requests = self._requests(self._conversation_ids(conversations), params)
-        return self._run(requests, progress)
+        return self._run(requests, cache_salt, progress)
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
     ) -> Stream:
         """As `generate`, but yields (index of the prompt, output so far) as tokens come.
 
         Requests start at the first `next`; closing the iterator aborts those that are not done.
         """
-        return self._stream(self._requests(self._prompt_ids(prompts), params))
+        return self._stream(self._requests(self._prompt_ids(prompts), params), cache_salt)
 
     def stream_chat(
         self,
         conversations: Conversation | Sequence[Conversation],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
     ) -> Stream:
         """As `chat`, but yields as `stream` does."""
-        return self._stream(self._requests(self._conversation_ids(conversations), params))
+        requests = self._requests(self._conversation_ids(conversations), params)
+        return self._stream(requests, cache_salt)
 
     def stats(self) -> EngineStats:
         """The engine's counters since it started."""
         return self.engine.stats()
+
+    def _allocate(self, num_blocks: int, device: str) -> torch.Tensor:
+        dtype = getattr(torch, self.config.dtype)
+        return kv_cache.allocate(self.model_config, self.config.cache, num_blocks, dtype, device)
 
     def _check_vocabulary(self, path: Path) -> None:
         tokens, rows = self.tokenizer.vocab_size, self.model_config.vocab_size
@@ -190,27 +219,34 @@ class LLM:
         return list(zip(prompts, params, strict=True))
 
     def _run(
-        self, requests: list[tuple[Sequence[int], SamplingParams]], progress: Progress | None
+        self,
+        requests: list[tuple[Sequence[int], SamplingParams]],
+        cache_salt: str | None,
+        progress: Progress | None,
     ) -> list[RequestOutput]:
-        finished: dict[int, RequestOutput] = {}
-        for index, output in self._stream(requests):
+        total = sum(params.n for _, params in requests)
+        finished: dict[tuple[int, int], RequestOutput] = {}
+        for index, output in self._stream(requests, cache_salt):
             if output.finished:
-                finished[index] = output
+                finished[index, output.index] = output
                 if progress:
-                    progress(len(finished), len(requests))
-        return [finished[index] for index in range(len(requests))]
+                    progress(len(finished), total)
+        return [finished[place] for place in sorted(finished)]
 
-    def _stream(self, requests: list[tuple[Sequence[int], SamplingParams]]) -> Stream:
+    def _stream(
+        self, requests: list[tuple[Sequence[int], SamplingParams]], cache_salt: str | None
+    ) -> Stream:
         # Streams may be interleaved: whoever steps the engine delivers to all of them.
         inbox: deque[tuple[int, RequestOutput]] = deque()
         mine: list[str] = []
+        unfinished = 0
         try:
             for index, (prompt, params) in enumerate(requests):
                 request_id = str(next(self._request_numbers))
-                self.engine.add_request(request_id, prompt, params)
-                self._inboxes[request_id] = (inbox, index)
+                self.engine.add_request(request_id, prompt, params, cache_salt=cache_salt)
+                self._inboxes[request_id] = Inbox(inbox, index, params.n)
                 mine.append(request_id)
-            unfinished = len(mine)
+                unfinished += params.n
             while unfinished:
                 while not inbox:
                     self._step()
@@ -226,7 +262,8 @@ class LLM:
 
     def _step(self) -> None:
         for output in self.engine.step():
-            inbox, index = self._inboxes[output.request_id]
-            if output.finished:
+            place = self._inboxes[output.request_id]
+            place.unfinished -= output.finished
+            if not place.unfinished:
                 del self._inboxes[output.request_id]
-            inbox.append((index, output))
+            place.outputs.append((place.prompt, output))

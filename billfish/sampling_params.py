@@ -7,6 +7,7 @@ from billfish.errors import InvalidRequestError
 
 _T = TypeVar("_T")
 
+MAX_SAMPLES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 256
@@ -16,6 +17,8 @@ MAX_STOP_TOKEN_IDS = 256
 class SamplingParams:
     """Options of one request. Validated on construction: InvalidRequestError names the option.
 
+    n: samples of the prompt, 1 to 128. They share its KV cache; each goes its own way, from a seed
+        of its own derived from the request's and its number. The first is what n = 1 gives.
     max_tokens: most tokens to generate; None means up to the model's context length.
     temperature: 0 takes the most likely token (greedy); otherwise logits are divided by it.
     top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
@@ -26,6 +29,7 @@ class SamplingParams:
     ignore_eos: go on after the model's end-of-sequence tokens.
     """
 
+    n: int = 1
     max_tokens: int | None = 256
     temperature: float = 1.0
     top_p: float = 1.0
@@ -36,6 +40,7 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        _check_int("n", self.n, 1, MAX_SAMPLES)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_float("temperature", self.temperature, 0.0, 100.0)

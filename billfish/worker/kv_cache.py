@@ -35,7 +35,8 @@ def allocate(
 ) -> Tensor:
     """[num_layers, 2, 1 + num_blocks, block_size, num_kv_heads, head_dim], the null block first.
 
-    Zeroed memory that the system has not touched yet costs nothing until a block is first written.
+    Also the host memory for swapped blocks, which are numbered the same way. Zeroed memory that the
+    system has not touched yet costs nothing until a block is first written.
     """
     shape = (
         config.num_layers, 2, 1 + num_blocks, cache.block_size, config.num_kv_heads,

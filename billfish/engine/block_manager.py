@@ -86,7 +86,6 @@ class BlockManager:
 
     def fork(self, source: Request, request: Request) -> None:
         """Let another sample begin on the blocks of its source, whose prompt is complete."""
-        self.forget_swapped(request)
         request.block_table += source.block_table
         self.pool.share(request.block_table)
         request.num_computed_tokens = source.num_computed_tokens

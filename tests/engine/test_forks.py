@@ -131,6 +131,21 @@ def test_samples_without_a_seat_find_the_prompt_in_the_cache() -> None:
     assert (late.request_id, late.num_computed_tokens) == ("a\0002", 4)
 
 
+@pytest.mark.parametrize("num_blocks", [5, 6, 8, 11])
+def test_a_fork_is_good_for_a_block_s_worth_of_tokens(num_blocks: int) -> None:
+    """No thrash: samples are forked only where they can go on for a while."""
+    engine, _ = make_engine(num_blocks=num_blocks)
+    requests = {f"r{i}": ([i + 1] * (i % 7 + 1), samples(4, 11, seed=i)) for i in range(12)}
+    for request_id, (prompt, params) in requests.items():
+        engine.add_request(request_id, prompt, params)
+    final = run(engine)
+    for request_id, (prompt, params) in requests.items():
+        check(final, request_id, prompt, params)
+    assert engine.stats().preemptions > 0
+    for output in final.values():
+        assert output.metrics.preemptions * 5 <= len(output.token_ids)
+
+
 class TestAbort:
     def test_takes_all_samples(self) -> None:
         engine, worker = make_engine(max_num_seqs=2)
@@ -212,3 +227,10 @@ def test_ids_and_queue_are_checked() -> None:
     with pytest.raises(InvalidRequestError, match="in use"):
         engine.add_request("a", PROMPT, samples(1))
     assert engine.stats().waiting == 4
+
+
+@pytest.mark.parametrize("n", [0, -1, 129, 1.0, True, "2", None])
+def test_n_is_checked(n) -> None:
+    with pytest.raises(InvalidRequestError, match="^n: "):
+        SamplingParams(n=n)
+    assert SamplingParams(n=128).n == 128

@@ -87,6 +87,18 @@ class TestHits:
         assert serve(engine, "c", [*PROMPT[:7], 99, *PROMPT[8:]]).cached_tokens == 4
         assert serve(engine, "d", PROMPT[4:]).cached_tokens == 0
 
+    def test_what_another_holds_takes_no_room(self) -> None:
+        """Eight blocks: five of a common prompt, and one and a half for what each adds."""
+        engine, _ = make_engine(num_blocks=8)
+        prompt = list(range(1, 21))
+        engine.add_request("a", [*prompt, 30], params(3))
+        engine.step()
+        engine.add_request("b", [*prompt, 40], params(3, seed=1))
+        engine.step()
+        assert (engine.stats().running, engine.stats().blocks_in_use) == (2, 7)
+        final = run(engine)
+        assert final["b"].token_ids == expected_tokens([*prompt, 40], 3, 1)
+
     def test_off(self) -> None:
         engine, worker = make_engine(prefix_caching=False)
         for request_id in "ab":

@@ -82,14 +82,14 @@ def last_logits(llm: LLM, token_ids: list[int], found: int) -> torch.Tensor:
 
 
 def test_logits_of_a_hit_are_those_of_a_miss_up_to_rounding(plain: LLM) -> None:
-    """Fewer rows at once are summed in another order; nothing else may differ."""
+    """Fewer rows at once may be summed in another order; nothing else may differ."""
     tokens = plain.tokenizer.encode(STORY)[:48]
     miss = last_logits(plain, tokens, 0)
     assert torch.equal(last_logits(plain, tokens, 0), miss)
     for found in (16, 32, 48):
         cache = plain.executor.kv_cache[:, :, 1 : 1 + found // 16].clone()
         hit = last_logits(plain, tokens, found)
-        torch.testing.assert_close(hit, miss, rtol=0, atol=1e-4 * float(miss.abs().max()))
+        torch.testing.assert_close(hit, miss, rtol=0, atol=1e-5 * float(miss.abs().max()))
         # What was found is read and never written, not even by the last token of a whole prompt.
         assert torch.equal(plain.executor.kv_cache[:, :, 1 : 1 + found // 16], cache)
 

@@ -231,6 +231,6 @@ def test_ids_and_queue_are_checked() -> None:
 
 @pytest.mark.parametrize("n", [0, -1, 129, 1.0, True, "2", None])
 def test_n_is_checked(n) -> None:
-    with pytest.raises(InvalidRequestError, match="^n: "):
+    with pytest.raises(InvalidRequestError, match=r"^n: "):
         SamplingParams(n=n)
     assert SamplingParams(n=128).n == 128

@@ -60,4 +60,4 @@ $(VENV)/.dev: $(VENV)/.demo
 	$(BIN)/python tests/fetch_vocabularies.py .cache/vocabs
 
 clean:
-	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

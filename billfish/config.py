@@ -35,8 +35,7 @@ class ModelConfig:
             "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
             "num_kv_heads", "head_dim", "context_length", "rotary_dim",
         ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+            _check_int(name, getattr(self, name), 1, 2**31 - 1)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
@@ -66,16 +65,13 @@ class CacheConfig:
     swap_blocks: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.block_size <= 256:
-            raise ConfigError(f"block_size must be between 1 and 256, got {self.block_size}")
-        if self.num_blocks is not None and self.num_blocks < 1:
-            raise ConfigError(f"num_blocks must be at least 1, got {self.num_blocks}")
-        if self.memory_bytes < 1:
-            raise ConfigError(f"memory_bytes must be positive, got {self.memory_bytes}")
+        _check_int("block_size", self.block_size, 1, 256)
+        if self.num_blocks is not None:
+            _check_int("num_blocks", self.num_blocks, 1, 2**31 - 2)
+        _check_int("memory_bytes", self.memory_bytes, 1, 2**63 - 1)
         if not isinstance(self.prefix_caching, bool):
             raise ConfigError(f"prefix_caching must be a bool, got {self.prefix_caching!r}")
-        if self.swap_blocks < 0:
-            raise ConfigError(f"swap_blocks must not be negative, got {self.swap_blocks}")
+        _check_int("swap_blocks", self.swap_blocks, 0, 2**31 - 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,17 +99,17 @@ class SchedulerConfig:
     swap_cost: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise ConfigError(f"max_model_len must be at least 1, got {self.max_model_len}")
+        _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
+        _check_int("max_num_seqs", self.max_num_seqs, 1, 2**16)
+        _check_int("max_waiting", self.max_waiting, 1, 2**31 - 1)
+        if self.max_model_len is not None:
+            _check_int("max_model_len", self.max_model_len, 1, 2**31 - 1)
         if self.preemption not in ("auto", "recompute", "swap"):
             raise ConfigError(
                 f'preemption must be "auto", "recompute" or "swap", got {self.preemption!r}'
             )
-        if self.swap_cost is not None and not 0 <= self.swap_cost < math.inf:
-            raise ConfigError(f"swap_cost must be a number from 0 up, got {self.swap_cost}")
+        if self.swap_cost is not None:
+            _check_cost("swap_cost", self.swap_cost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,10 +118,27 @@ class EngineConfig:
 
     model: str
     dtype: str = "bfloat16"
-    device: str = "cpu"
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype must be float32, bfloat16 or float16, got {self.dtype!r}")
+        if not isinstance(self.cache, CacheConfig):
+            raise ConfigError(f"cache must be a CacheConfig, got {self.cache!r}")
+        if not isinstance(self.scheduler, SchedulerConfig):
+            raise ConfigError(f"scheduler must be a SchedulerConfig, got {self.scheduler!r}")
+
+
+def _check_cost(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be a number, got {value!r}")
+    if not 0 <= value < math.inf:  # NaN fails both comparisons
+        raise ConfigError(f"{name} must be a number from 0 up, got {value}")
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be an integer, got {value!r}")
+    if not low <= value <= high:
+        raise ConfigError(f"{name} must be between {low} and {high}, got {value}")

@@ -1,24 +1,30 @@
 """The offline API: text in, text out, many requests at once."""
 
 import itertools
+import logging
+import os
+import signal
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from billfish.checkpoint import sampling_defaults
 from billfish.checkpoint.gguf import GGUFFile
 from billfish.checkpoint.locate import DEMO_MODEL, locate
 from billfish.config import CacheConfig, EngineConfig, SchedulerConfig
 from billfish.engine import Engine, EngineStats, RequestOutput
-from billfish.errors import CheckpointError, ConfigError, InvalidRequestError
+from billfish.errors import CapacityError, CheckpointError, ConfigError, InvalidRequestError
 from billfish.models import gguf as gguf_models
-from billfish.quantization.gguf import INT4_TYPES
 from billfish.sampling_params import SamplingParams
 from billfish.tokenizer import from_gguf
 from billfish.worker import ModelRunner, kv_cache
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 """A text, or the token ids of one."""
@@ -28,6 +34,11 @@ Progress = Callable[[int, int], None]
 """Called with (done, total)."""
 
 
+Cancelled = Callable[[], bool]
+"""Asked between steps; once it says yes, what is not done is aborted and the stream ends."""
+TokenSequences = Sequence[Sequence[int]]
+Submission = tuple[Sequence[int], SamplingParams, TokenSequences]
+"""Prompt, options and token ids of the bad words of one request."""
 Stream = Generator[tuple[int, RequestOutput], None, None]
 """Yields (index of the prompt, output so far); closing it aborts what is not done."""
 
@@ -53,13 +64,18 @@ class LLM:
     seed: draws the seeds of requests that bring none; None takes one from the system.
     progress: called with (tensors loaded, tensors in all) while the model loads.
 
+    default_params: the options of requests that bring none: those of SamplingParams, with what the
+    model's file asks for in place of some (`checkpoint_defaults`, logged at start). Options that a
+    request brings are used as they are; to change some and keep the rest, use
+    `dataclasses.replace(llm.default_params, temperature=0.2)`.
+
     Raises CheckpointError for a file that cannot be served, CapacityError for a cache too small,
     ConfigError for settings out of range.
     """
 
     def __init__(
         self,
-        model: str = DEMO_MODEL,
+        model: str | os.PathLike[str] = DEMO_MODEL,
         *,
         dtype: str = "bfloat16",
         cache: CacheConfig | None = None,
@@ -67,22 +83,25 @@ class LLM:
         seed: int | None = None,
         progress: Progress | None = None,
     ) -> None:
+        if not isinstance(model, str | os.PathLike):
+            raise ConfigError(f"model must be a path or a name, got {model!r}")
         self.config = EngineConfig(
-            model=model,
+            model=os.fspath(model),
             dtype=dtype,
-            cache=cache or CacheConfig(),
-            scheduler=scheduler or SchedulerConfig(),
+            cache=CacheConfig() if cache is None else cache,
+            scheduler=SchedulerConfig() if scheduler is None else scheduler,
         )
-        path = locate(model)
+        path = locate(self.config.model)
         with GGUFFile.open(path) as file:
             self.model_config = gguf_models.read_config(file)
             self.tokenizer = from_gguf(file.metadata, str(path))
-            self.num_int4_layers = sum(info.type in INT4_TYPES for info in file.tensors.values())
+            self.num_int4_layers = gguf_models.count_int4_layers(file)
+            self.checkpoint_defaults = sampling_defaults.read(file)
             self._check_vocabulary(path)
-            self.max_model_len = self._max_model_len()
-            swap_blocks = self.config.cache.swap_blocks
             torch_dtype = getattr(torch, dtype)
             num_blocks = kv_cache.plan_num_blocks(self.model_config, self.config.cache, torch_dtype)
+            self.max_model_len = self._max_model_len(num_blocks)
+            memory, host_memory = self._allocate(num_blocks, torch_dtype)
             network = gguf_models.load_model(
                 file,
                 self.model_config,
@@ -92,11 +111,11 @@ class LLM:
             )
         self.executor = ModelRunner(
             network,
-            self._allocate(num_blocks, self.config.device),
+            memory,
             vocab_size=self.tokenizer.vocab_size,
             max_num_seqs=self.config.scheduler.max_num_seqs,
             max_model_len=self.max_model_len,
-            host_cache=self._allocate(swap_blocks, "cpu") if swap_blocks else None,
+            host_cache=host_memory,
         )
         self.engine = Engine(
             self.executor,
@@ -108,9 +127,12 @@ class LLM:
             token_bytes=self.tokenizer.token_bytes,
             scheduler=self.config.scheduler,
             prefix_caching=self.config.cache.prefix_caching,
-            swap_blocks=swap_blocks,
+            swap_blocks=self.config.cache.swap_blocks,
             seed=seed,
         )
+        self.default_params = SamplingParams(**self.checkpoint_defaults.options)
+        if self.checkpoint_defaults:
+            logger.info("%s", self.checkpoint_defaults)
         self._request_numbers = itertools.count()
         self._inboxes: dict[str, Inbox] = {}
 
@@ -126,10 +148,10 @@ class LLM:
 
         A prompt with `n` > 1 has n outputs, one after the other in the order of their `index`.
 
-        params: one for all, or one each. cache_salt: keeps what these prompts leave in the prefix
-        cache from requests that do not bring the same one. progress: called with (finished,
-        outputs). Raises InvalidRequestError or CapacityError if any request is wrong, before any of
-        them starts.
+        params: one for all, or one each; without, `default_params`. cache_salt: keeps what these
+        prompts leave in the prefix cache from requests that do not bring the same one. progress:
+        called with (finished, outputs). Raises InvalidRequestError or CapacityError if any request
+        is wrong, before any of them starts.
         """
         requests = self._requests(self._prompt_ids(prompts), params)
         return self._run(requests, cache_salt, progress)
@@ -152,12 +174,14 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str | None = None,
+        cancelled: Cancelled | None = None,
     ) -> Stream:
         """As `generate`, but yields (index of the prompt, output so far) as tokens come.
 
         Requests start at the first `next`; closing the iterator aborts those that are not done.
         """
-        return self._stream(self._requests(self._prompt_ids(prompts), params), cache_salt)
+        requests = self._requests(self._prompt_ids(prompts), params)
+        return self._stream(requests, cache_salt, cancelled)
 
     def stream_chat(
         self,
@@ -165,18 +189,26 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str | None = None,
+        cancelled: Cancelled | None = None,
     ) -> Stream:
         """As `chat`, but yields as `stream` does."""
         requests = self._requests(self._conversation_ids(conversations), params)
-        return self._stream(requests, cache_salt)
+        return self._stream(requests, cache_salt, cancelled)
 
     def stats(self) -> EngineStats:
         """The engine's counters since it started."""
         return self.engine.stats()
 
-    def _allocate(self, num_blocks: int, device: str) -> torch.Tensor:
-        dtype = getattr(torch, self.config.dtype)
-        return kv_cache.allocate(self.model_config, self.config.cache, num_blocks, dtype, device)
+    def _allocate(
+        self, num_blocks: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The KV cache, and the host memory for swapped blocks where there is to be any."""
+        model, cache = self.model_config, self.config.cache
+        memory = kv_cache.allocate(model, cache, num_blocks, dtype)
+        if not cache.swap_blocks:
+            return memory, None
+        count, taken = cache.swap_blocks, memory.nbytes
+        return memory, kv_cache.allocate(model, cache, count, dtype, reserved=taken)
 
     def _check_vocabulary(self, path: Path) -> None:
         tokens, rows = self.tokenizer.vocab_size, self.model_config.vocab_size
@@ -185,15 +217,18 @@ class LLM:
                 str(path), f"the tokenizer has {tokens} tokens, the embedding only {rows} rows"
             )
 
-    def _max_model_len(self) -> int:
+    def _max_model_len(self, num_blocks: int) -> int:
+        """Longest sequence in tokens: as asked, or as long as the model and the cache allow."""
         asked, most = self.config.scheduler.max_model_len, self.model_config.context_length
         if asked is not None and asked > most:
             raise ConfigError(
                 f"max_model_len {asked} is more than the model's context of {most} tokens"
             )
-        return asked or most
+        # The last token of a sequence needs no place in the cache: nothing comes after it.
+        return min(asked or most, num_blocks * self.config.cache.block_size + 1)
 
     def _prompt_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[Sequence[int]]:
+        _check_sequence("prompts", prompts, "a text, token ids, or a list of either")
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         each: Sequence[Any] = [prompts] if one else prompts
         return [self.tokenizer.encode(p) if isinstance(p, str) else p for p in each]
@@ -201,6 +236,7 @@ class LLM:
     def _conversation_ids(
         self, conversations: Conversation | Sequence[Conversation]
     ) -> list[Sequence[int]]:
+        _check_sequence("conversations", conversations, "messages, or a list of conversations")
         one = len(conversations) > 0 and isinstance(conversations[0], dict)
         each: Sequence[Any] = [conversations] if one else conversations
         return [self.tokenizer.encode_chat(messages) for messages in each]
@@ -209,24 +245,33 @@ class LLM:
         self,
         prompts: list[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[tuple[Sequence[int], SamplingParams]]:
+    ) -> list[Submission]:
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [params or self.default_params] * len(prompts)
+        _check_sequence("params", params, "SamplingParams, or a list of them")
         if len(params) != len(prompts):
             raise InvalidRequestError(
                 "params", f"got {len(params)} for {len(prompts)} prompts; give one, or one each"
             )
-        return list(zip(prompts, params, strict=True))
+        return [
+            (prompt, each, self._bad_word_ids(each))
+            for prompt, each in zip(prompts, params, strict=True)
+        ]
+
+    def _bad_word_ids(self, params: SamplingParams) -> TokenSequences:
+        words = params.bad_words if isinstance(params, SamplingParams) else ()
+        try:
+            return [ids for word in words for ids in self.tokenizer.spellings(word)]
+        except InvalidRequestError as error:
+            raise InvalidRequestError("bad_words", error.reason) from error
 
     def _run(
-        self,
-        requests: list[tuple[Sequence[int], SamplingParams]],
-        cache_salt: str | None,
-        progress: Progress | None,
+        self, requests: list[Submission], cache_salt: str | None, progress: Progress | None
     ) -> list[RequestOutput]:
-        total = sum(params.n for _, params in requests)
         finished: dict[tuple[int, int], RequestOutput] = {}
+        total = 0
         for index, output in self._stream(requests, cache_salt):
+            total = total or _count_samples(requests)
             if output.finished:
                 finished[index, output.index] = output
                 if progress:
@@ -234,36 +279,89 @@ class LLM:
         return [finished[place] for place in sorted(finished)]
 
     def _stream(
-        self, requests: list[tuple[Sequence[int], SamplingParams]], cache_salt: str | None
+        self,
+        requests: list[Submission],
+        cache_salt: str | None,
+        cancelled: Cancelled | None = None,
     ) -> Stream:
         # Streams may be interleaved: whoever steps the engine delivers to all of them.
         inbox: deque[tuple[int, RequestOutput]] = deque()
         mine: list[str] = []
-        unfinished = 0
         try:
-            for index, (prompt, params) in enumerate(requests):
-                request_id = str(next(self._request_numbers))
-                self.engine.add_request(request_id, prompt, params, cache_salt=cache_salt)
-                self._inboxes[request_id] = Inbox(inbox, index, params.n)
-                mine.append(request_id)
-                unfinished += params.n
+            self._add(requests, cache_salt, inbox, mine)
+            unfinished = _count_samples(requests)
             while unfinished:
                 while not inbox:
+                    if cancelled is not None and cancelled():
+                        return
                     self._step()
                 index, output = inbox.popleft()
                 unfinished -= output.finished
                 yield index, output
         finally:
+            self._drop(mine)
+
+    def _add(
+        self,
+        requests: list[Submission],
+        cache_salt: str | None,
+        inbox: deque[tuple[int, RequestOutput]],
+        mine: list[str],
+    ) -> None:
+        """Queue the requests; their ids go to mine, where they are found if one is refused."""
+        for index, (prompt, params, bad_word_ids) in enumerate(requests):
+            request_id = str(next(self._request_numbers))
+            try:
+                with interrupts_wait():
+                    self.engine.add_request(
+                        request_id, prompt, params, bad_word_ids=bad_word_ids, cache_salt=cache_salt
+                    )
+                    self._inboxes[request_id] = Inbox(inbox, index, params.n)
+                    mine.append(request_id)
+            except (InvalidRequestError, CapacityError) as error:
+                if len(requests) > 1:
+                    error.args = (f"prompt {index}: {error}",)
+                raise
+
+    def _step(self) -> None:
+        with interrupts_wait():
+            for output in self.engine.step():
+                place = self._inboxes.get(output.request_id)
+                if place is None:  # its stream was collected while the step ran
+                    continue
+                place.unfinished -= output.finished
+                if not place.unfinished:
+                    del self._inboxes[output.request_id]
+                place.outputs.append((place.prompt, output))
+
+    def _drop(self, mine: list[str]) -> None:
+        """Abort what is not done; the executor learns of it with the next step."""
+        with interrupts_wait():
             for request_id in mine:
                 if self._inboxes.pop(request_id, None):
                     self.engine.abort(request_id)
-            if not self._inboxes and self.engine.has_unfinished:
-                self._step()  # no one else will: tells the executor to forget what was aborted
+        if not self._inboxes and self.engine.has_unfinished:
+            self._step()
 
-    def _step(self) -> None:
-        for output in self.engine.step():
-            place = self._inboxes[output.request_id]
-            place.unfinished -= output.finished
-            if not place.unfinished:
-                del self._inboxes[output.request_id]
-            place.outputs.append((place.prompt, output))
+
+def _count_samples(requests: list[Submission]) -> int:
+    return sum(params.n for _, params, _ in requests)
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Holds Ctrl-C back until the end: raised in the middle of a step, at any line whatever, it
+    would leave the engine and the executor with different ideas of what was done."""
+    if not hasattr(signal, "pthread_sigmask"):  # not a POSIX system
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _check_sequence(name: str, value: object, expected: str) -> None:
+    if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray | memoryview):
+        raise InvalidRequestError(name, f"must be {expected}, got {type(value).__name__}")

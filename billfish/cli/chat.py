@@ -1,5 +1,6 @@
 """`billfish chat`: a conversation in the terminal."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +14,7 @@ from billfish.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from billfish.llm import LLM
 
+DEFAULTS = {"temperature": 0.2, "top_p": 0.9}
 HELP = "/reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 
@@ -20,18 +22,30 @@ def command(
     model: common.Model = DEMO_MODEL,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_tokens: common.MaxTokens = 512,
-    temperature: common.Temperature = 0.2,
-    top_p: common.TopP = 0.9,
-    top_k: common.TopK = 0,
+    temperature: common.Temperature = None,
+    top_p: common.TopP = None,
+    top_k: common.TopK = None,
+    min_p: common.MinP = None,
+    presence_penalty: common.PresencePenalty = 0.0,
+    frequency_penalty: common.FrequencyPenalty = 0.0,
+    repetition_penalty: common.RepetitionPenalty = 1.0,
     seed: common.Seed = None,
     dtype: common.Dtype = "bfloat16",
     kv_memory: common.KVMemory = 1.0,
 ) -> None:
     """Talk to a model. Ctrl-C stops the answer, not the program."""
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
-    )
+    given = {
+        "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
+        "min_p": min_p, "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty, "repetition_penalty": repetition_penalty,
+        "seed": seed,
+    }  # fmt: skip
+    common.sampling(DEFAULTS, given)
     llm = common.load(model, dtype, kv_memory)
+    llm.tokenizer.encode_chat(
+        [{"role": "user", "content": "?"}]
+    )  # a model that cannot chat says so
+    params = common.sampling(DEFAULTS, given, llm)
     console = Console()
     console.print(HELP, style="dim")
     opening = [{"role": "system", "content": system}] if system is not None else []
@@ -61,20 +75,25 @@ def _read(console: Console) -> str | None:
     except KeyboardInterrupt:
         console.print(f"\n{HELP}", style="dim")
         return ""
-    except EOFError:
+    except (EOFError, RuntimeError):  # the end of input, or there never was any
         return None
 
 
 def _answer(llm: "LLM", messages: list[dict[str, str]], params: SamplingParams) -> str:
-    text = ""
-    stream = llm.stream_chat([messages], params)
+    """Prints the answer as it comes and returns it, or as much as there was before Ctrl-C."""
+    prompt = llm.tokenizer.encode_chat(messages)
+    room = llm.max_model_len - len(prompt)
+    if params.max_tokens is not None and 0 < room < params.max_tokens:
+        params = replace(params, max_tokens=room)
+    output = None
     with common.catch_interrupt() as interrupt:
-        for _, output in stream:
+        for _, output in llm.stream([prompt], params, cancelled=lambda: interrupt.pressed):
             typer.echo(output.delta, nl=False)
-            text = output.text
-            if interrupt.pressed:
-                typer.secho(" [stopped]", dim=True, nl=False)
-                break
-    stream.close()
+        if interrupt.pressed:
+            typer.secho(" [stopped]", dim=True, nl=False)
     typer.echo()
-    return text
+    if output is None:
+        return ""
+    if output.finish_reason == "error":
+        raise BillfishError(f"no answer: {output.stop_reason}")
+    return output.text

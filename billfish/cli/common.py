@@ -1,17 +1,21 @@
 """What several commands share: the options of a model and of sampling, and its loading."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from billfish.errors import BillfishError
+from billfish.sampling_params import SamplingParams
+
 if TYPE_CHECKING:
+    from billfish.engine import RequestOutput
     from billfish.llm import LLM
 
 Model = Annotated[
@@ -22,11 +26,29 @@ Dtype = Annotated[
     str, typer.Option(help="Of activations and KV cache: bfloat16, float32 or float16.")
 ]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate for a prompt.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the most likely token each time.")]
-TopP = Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")]
-TopK = Annotated[int, typer.Option(help="Sample from this many most likely tokens; 0: all.")]
+# None stands for "not given": then the model file's own default counts, or else the command's.
+Temperature = Annotated[float | None, typer.Option(help="0 takes the most likely token each time.")]
+TopP = Annotated[
+    float | None, typer.Option(help="Sample from the smallest set with this probability.")
+]
+TopK = Annotated[int | None, typer.Option(help="Sample from this many most likely tokens; 0: all.")]
+MinP = Annotated[
+    float | None, typer.Option(help="Drop tokens less likely than this share of the likeliest.")
+]
+PresencePenalty = Annotated[
+    float, typer.Option(help="Taken off the logits of tokens generated before; -2 to 2.")
+]
+FrequencyPenalty = Annotated[
+    float, typer.Option(help="The same, once for each time they were generated.")
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Above 1: tokens of prompt and text become less likely.")
+]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
-KVMemory = Annotated[float, typer.Option("--kv-memory", help="GiB for the KV cache.")]
+# Bounds that NaN and infinity fail too.
+KVMemory = Annotated[
+    float, typer.Option("--kv-memory", min=1e-9, max=2**20, help="GiB for the KV cache.")
+]
 
 
 def progress_bar(console: Console) -> Progress:
@@ -37,20 +59,44 @@ def progress_bar(console: Console) -> Progress:
     )  # fmt: skip
 
 
-def load(model: str, dtype: str, kv_memory: float, seed: int | None = None) -> "LLM":
-    """Loads the model, with a progress bar on standard error."""
+def load(model: str, dtype: str, kv_memory: float) -> "LLM":
+    """Loads the model, with a progress bar on standard error. kv_memory: GiB."""
     from billfish.config import CacheConfig
     from billfish.llm import LLM
 
-    with progress_bar(Console(stderr=True)) as bar:
+    console = Console(stderr=True)
+    with progress_bar(console) as bar:
         task = bar.add_task(f"Loading {model}", total=None)
-        return LLM(
+        llm = LLM(
             model,
             dtype=dtype,
             cache=CacheConfig(memory_bytes=int(kv_memory * 2**30)),
-            seed=seed,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
+    if llm.checkpoint_defaults:
+        console.print(str(llm.checkpoint_defaults), style="dim", markup=False)
+    return llm
+
+
+def sampling(
+    command: dict[str, Any], given: dict[str, Any], llm: "LLM | None" = None
+) -> SamplingParams:
+    """Options: the command's defaults, over them the model file's, over them those given.
+
+    Without a model it tells a wrong option before one is loaded.
+    """
+    checkpoint = llm.checkpoint_defaults.options if llm else {}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(**{**command, **checkpoint, **chosen})
+
+
+def check_answered(outputs: "Sequence[RequestOutput]") -> None:
+    """BillfishError if any request ended without an answer."""
+    number = 0
+    for output in outputs:
+        number += output.index == 0  # the samples of a prompt follow each other
+        if output.finish_reason == "error":
+            raise BillfishError(f"prompt {number} got no answer: {output.stop_reason}")
 
 
 @dataclass

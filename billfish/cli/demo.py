@@ -52,6 +52,7 @@ def command(
         for prompt, output in zip(PROMPTS, outputs, strict=True):
             _print_answer(console, prompt, output)
     print_ledger(console, outputs, llm)
+    common.check_answered(outputs)
 
 
 def _serve(console: Console, llm: "LLM", params: SamplingParams) -> "list[RequestOutput]":

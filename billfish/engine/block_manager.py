@@ -54,8 +54,13 @@ class BlockManager:
         return moves
 
     def find(self, request: Request) -> list[CachedBlock]:
-        """The beginning of a waiting request that the prefix cache holds, in blocks."""
-        return self.prefix_cache.find(request) if self.prefix_cache else []
+        """The beginning of a waiting request that the prefix cache holds, in blocks.
+
+        Nothing where the prompt's log-probabilities are still to come: they need all its logits.
+        """
+        if self.prefix_cache is None or request.needs_prompt_logits:
+            return []
+        return self.prefix_cache.find(request)
 
     def cost(self, found: list[CachedBlock], num_tokens: int) -> int:
         """How many available blocks it takes to hold num_tokens tokens, when these are found."""
@@ -138,6 +143,8 @@ class BlockManager:
             return False
         # What others hold too will be found again, and need not be computed.
         shared = sum(1 for block in request.block_table if pool.ref_counts[block] > 1)
+        if request.needs_prompt_logits:
+            shared = 0
         return computed * self.swap_cost < computed - shared * pool.block_size
 
     def swap_out(self, request: Request) -> None:

@@ -4,11 +4,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from billfish.engine.plan import NULL_BLOCK
-from billfish.errors import BillfishError, ConfigError
-
-
-class InvariantError(BillfishError):
-    """The engine's books do not balance: a defect of Billfish, never of a request."""
+from billfish.errors import ConfigError, InvariantError
 
 
 def _ignore(block_id: int) -> None:

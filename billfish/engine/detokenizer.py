@@ -22,24 +22,31 @@ class StopStrings:
     (SIAM J. Comput. 6, 1977): the work is linear in the text, whatever the strings.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        """include: the stop string found is part of the text, so none of it has to be held back."""
+        self._include = include
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._borders = [_border_lengths(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, passing: bool = False) -> tuple[str, str | None]:
         """The text that is certain now, and the stop string found: it ends before that string.
 
-        After a stop string was found, nothing more may be pushed.
+        passing: stop strings that this text completes do not count. After a stop string was found,
+        nothing more may be pushed.
         """
         pending = self._held + text
         for end, char in enumerate(text, start=len(self._held) + 1):
             for index, stop in enumerate(self._stops):
-                if self._advance(index, char) == len(stop):
-                    self._held = ""
-                    return pending[: end - len(stop)], stop
-        certain = len(pending) - max(self._matched)
+                if self._advance(index, char) < len(stop):
+                    continue
+                if passing:  # its end may still begin the next one
+                    self._matched[index] = self._borders[index][-1]
+                    continue
+                self._held = ""
+                return pending[: end if self._include else end - len(stop)], stop
+        certain = len(pending) - (0 if self._include else max(self._matched))
         self._held = pending[certain:]
         return pending[:certain], None
 
@@ -84,28 +91,32 @@ class Detokenizer:
         token_bytes: Callable[[int], bytes],
         prompt_token_ids: Sequence[int],
         stops: Sequence[str],
+        include_stop: bool = False,
     ) -> None:
         self._token_bytes = token_bytes
         self._decoder = _Utf8Decoder(errors="replace")
-        self._stops = StopStrings(stops) if stops else None
+        self._stops = StopStrings(stops, include_stop) if stops else None
         self._prompt_tail = _unfinished_character(token_bytes, prompt_token_ids)
 
-    def append(self, token_id: int) -> tuple[str, str | None]:
-        """The new text that is certain, and the stop string that ends it, if one does."""
+    def append(self, token_id: int, passing: bool = False) -> tuple[str, str | None]:
+        """The new text that is certain, and the stop string that ends it, if one does.
+
+        passing: stop strings that this token completes do not count.
+        """
         data = self._token_bytes(token_id)
         if self._prompt_tail and data:
             if _is_continuation(data[0]):
                 data = self._prompt_tail + data
             self._prompt_tail = b""
         text = self._decoder.decode(data)
-        return self._stops.push(text) if self._stops else (text, None)
+        return self._stops.push(text, passing) if self._stops else (text, None)
 
-    def finish(self) -> tuple[str, str | None]:
+    def finish(self, passing: bool = False) -> tuple[str, str | None]:
         """The rest of the text, when no more tokens come, and the stop string that ends it."""
         text = self._decoder.decode(b"", final=True)
         if not self._stops:
             return text, None
-        text, stop = self._stops.push(text)
+        text, stop = self._stops.push(text, passing)
         return text + self._stops.flush(), stop
 
 

@@ -9,19 +9,21 @@ from billfish.config import SchedulerConfig
 from billfish.engine.block_manager import BlockManager
 from billfish.engine.block_pool import BlockPool
 from billfish.engine.detokenizer import Detokenizer
+from billfish.engine.logprobs import TokenLogprobs
 from billfish.engine.outputs import EngineStats, FinishReason, RequestOutput, RequestRecord
-from billfish.engine.plan import Executor, StepPlan, StepResult
+from billfish.engine.plan import NOT_FINITE, Executor, StepPlan, StepResult
 from billfish.engine.prefix_cache import PrefixCache
 from billfish.engine.request import SEPARATOR, Request, sample_seed
+from billfish.engine.request_checks import (
+    TokenSequences,
+    check_cache_salt,
+    check_min_tokens,
+    check_sampling,
+    check_token_range,
+)
 from billfish.engine.scheduler import ScheduledStep, Scheduler
-from billfish.errors import BillfishError, CapacityError, ConfigError, InvalidRequestError
+from billfish.errors import CapacityError, ConfigError, ExecutorError, InvalidRequestError
 from billfish.sampling_params import SamplingParams
-
-MAX_CACHE_SALT_LENGTH = 1024
-
-
-class ExecutorError(BillfishError):
-    """The executor broke its side of the contract: its result does not answer the plan."""
 
 
 class Engine:
@@ -106,29 +108,39 @@ class Engine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         *,
+        bad_word_ids: TokenSequences = (),
         cache_salt: str | None = None,
     ) -> None:
         """Queue a request. Nothing has changed if it is refused.
 
-        max_tokens None generates for as long as max_model_len and the KV cache allow. cache_salt:
-        only requests with the same one share blocks of equal beginnings, and so can tell by the
-        time it takes whether another was there before; None is what all without one share.
+        max_tokens None generates for as long as max_model_len and the KV cache allow.
+        bad_word_ids: params.bad_words as token ids, in all spellings (`Tokenizer.spellings`).
+        cache_salt: only requests with the same one share blocks of equal beginnings, and so can
+        tell by the time it takes whether another was there before; None is what all without one
+        share.
         InvalidRequestError: an argument is wrong, or the id belongs to a request that has not
         ended. CapacityError: it can never fit, or max_waiting requests wait already.
         """
         self._check_request_id(request_id)
-        _check_cache_salt(cache_salt)
+        check_cache_salt(cache_salt)
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError("params", f"must be SamplingParams, got {params!r}")
-        self._check_token_range("stop_token_ids", params.stop_token_ids)
-        prompt, max_tokens = self._check_prompt(prompt_token_ids, params.max_tokens)
-        self._check_queue(params.n)
         stop_ids = frozenset(params.stop_token_ids)
+        stop_ids = stop_ids if params.ignore_eos else stop_ids | self._eos_token_ids
+        bad_words = check_sampling(params, stop_ids, bad_word_ids, self._vocab_size)
+        prompt, max_tokens = self._check_prompt(prompt_token_ids, params.max_tokens)
+        check_min_tokens(params, max_tokens)
+        self._check_queue(params.n)
         detokenizers = [
-            Detokenizer(self._token_bytes, prompt, params.stop) for _ in range(params.n)
+            Detokenizer(self._token_bytes, prompt, params.stop, params.include_stop_str_in_output)
+            for _ in range(params.n)
         ]
         seed = self._random.getrandbits(64) if params.seed is None else params.seed
         arrival = self._clock()
+        # One list for all samples: whichever computes the prompt fills it.
+        prompt_logprobs: list[TokenLogprobs | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
         samples = [
             Request(
                 request_id=request_id,
@@ -137,9 +149,15 @@ class Engine:
                 params=params,
                 seed=sample_seed(seed, index),
                 max_tokens=max_tokens,
-                stop_ids=stop_ids if params.ignore_eos else stop_ids | self._eos_token_ids,
+                stop_ids=stop_ids,
+                bad_word_ids=bad_words,
                 detokenizer=detokenizer,
-                record=RequestRecord(arrival=arrival, num_prompt_tokens=len(prompt)),
+                record=RequestRecord(
+                    arrival=arrival,
+                    num_prompt_tokens=len(prompt),
+                    logprobs=None if params.logprobs is None else [],
+                    prompt_logprobs=prompt_logprobs,
+                ),
                 cache_salt=cache_salt,
             )
             for index, detokenizer in enumerate(detokenizers)
@@ -178,6 +196,7 @@ class Engine:
         try:
             result = self._executor.execute(scheduled.plan)
             self._check_result(scheduled.plan, result)
+            self._take_logprobs(scheduled.sampling, result)
             self._count_step()
             self._scheduler.succeed(scheduled)
             self._postprocess(scheduled, result, outputs)
@@ -230,12 +249,14 @@ class Engine:
                 continue
             failure = result.failed.get(request.sequence_id)
             if failure is not None:
-                self._blocks.distrust(request)
+                if failure == NOT_FINITE:
+                    self._blocks.distrust(request)
                 output = request.finish("error", failure)
             else:
                 if request.record.first_token is None:
                     request.record.first_token = now
-                output = request.append(result.token_ids[request.sequence_id])
+                name = request.sequence_id
+                output = request.append(result.token_ids[name], result.logprobs.get(name))
                 self._output_tokens += 1
             outputs.append(output)
             if output.finish_reason is not None:
@@ -295,6 +316,21 @@ class Engine:
                     f"{self._vocab_size}"
                 )
 
+    def _take_logprobs(self, sampling: list[Request], result: StepResult) -> None:
+        """ExecutorError unless they are there for every token whose request asks for them."""
+        if result.prompt_logprobs:
+            running = {request.sequence_id: request for request in self._scheduler.running}
+            for sequence_id, logprobs in result.prompt_logprobs.items():
+                if sequence_id in running:  # else aborted while the step was computed
+                    running[sequence_id].add_prompt_logprobs(logprobs)
+        for request in sampling:
+            name = request.sequence_id
+            if request.finish_reason is not None or name not in result.token_ids:
+                continue
+            missing = request.params.logprobs is not None and name not in result.logprobs
+            if missing or request.needs_prompt_logits:
+                raise ExecutorError(f"step {result.step}: no log-probabilities for {name!r}")
+
     def _check_request_id(self, request_id: str) -> None:
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequestError("request_id", f"must be a string, got {request_id!r}")
@@ -329,24 +365,8 @@ class Engine:
             raise InvalidRequestError("prompt_token_ids", "must not be empty")
         max_tokens = self._check_fits(len(prompt_token_ids), max_tokens)
         prompt = tuple(prompt_token_ids)  # only now: its length is bounded
-        self._check_token_range("prompt_token_ids", prompt)
+        check_token_range("prompt_token_ids", prompt, self._vocab_size)
         return prompt, max_tokens
-
-    def _check_token_range(self, parameter: str, token_ids: tuple[int, ...]) -> None:
-        if not token_ids:
-            return
-        if set(map(type, token_ids)) != {int}:
-            wrong = next(i for i, token_id in enumerate(token_ids) if type(token_id) is not int)
-            raise InvalidRequestError(
-                parameter, f"must hold only integers, got {token_ids[wrong]!r} at index {wrong}"
-            )
-        for token_id in (min(token_ids), max(token_ids)):
-            if not 0 <= token_id < self._vocab_size:
-                raise InvalidRequestError(
-                    parameter,
-                    f"token id {token_id} at index {token_ids.index(token_id)} is not in the "
-                    f"vocabulary, 0..{self._vocab_size - 1}",
-                )
 
     def _check_fits(self, num_prompt: int, max_tokens: int | None) -> int:
         """How many tokens may be generated. CapacityError if what is asked for can never fit."""
@@ -371,18 +391,6 @@ class Engine:
         raise CapacityError(
             f"{num_prompt} prompt tokens + max_tokens {max_tokens} = {total} tokens, but {limit}: "
             f"max_tokens of at most {longest - num_prompt} fits this prompt"
-        )
-
-
-def _check_cache_salt(cache_salt: str | None) -> None:
-    if cache_salt is None:
-        return
-    if not isinstance(cache_salt, str):
-        raise InvalidRequestError("cache_salt", f"must be a string, got {cache_salt!r}")
-    if not 0 < len(cache_salt) <= MAX_CACHE_SALT_LENGTH:
-        raise InvalidRequestError(
-            "cache_salt",
-            f"must have 1 to {MAX_CACHE_SALT_LENGTH} characters, got {len(cache_salt)}",
         )
 
 

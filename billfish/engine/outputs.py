@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from billfish.engine.logprobs import TokenLogprobs
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 """stop: an end-of-sequence token, a stop token or a stop string. length: max_tokens, or no room for
 more. abort: taken back by its owner. error: no token could be computed for it."""
@@ -56,12 +58,17 @@ class RequestMetrics:
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """What the engine writes down about one request as it goes. Its two lists only grow."""
+    """What the engine writes down about one request as it goes. Its lists only grow.
+
+    logprobs, prompt_logprobs: None where they are not asked for.
+    """
 
     arrival: float
     num_prompt_tokens: int
     token_ids: list[int] = field(default_factory=list)
     text_pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     first_scheduled: float | None = None
     first_token: float | None = None
     finished: float | None = None
@@ -76,8 +83,8 @@ class RequestRecord:
 class RequestOutput:
     """What one step brought one request, or one of its samples where it asked for several.
 
-    Building one costs the new tokens, not all of them: `token_ids`, `text` and `metrics` are made
-    when they are read. The first two are those of this moment whenever they are read; `metrics` are
+    Building one costs the new tokens, not all of them: `token_ids`, `text`, `logprobs` and
+    `metrics` are made when they are read. All but the last are those of this moment; `metrics` are
     the latest known, and final once the request has finished.
 
     index: which of the `n` samples this is, from 0.
@@ -108,6 +115,27 @@ class RequestOutput:
     def token_ids(self) -> tuple[int, ...]:
         """All tokens generated so far; the one that stopped the request is the last of them."""
         return tuple(self._record.token_ids[: self.num_output_tokens])
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """Of all tokens generated so far; None where they were not asked for."""
+        known = self._record.logprobs
+        return None if known is None else tuple(known[: self.num_output_tokens])
+
+    @property
+    def new_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """Of this step's tokens."""
+        known, end = self._record.logprobs, self.num_output_tokens
+        return None if known is None else tuple(known[end - len(self.new_token_ids) : end])
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """Of the prompt's tokens; None for the first, which nothing precedes.
+
+        Complete in every output that brings a token. None where they were not asked for.
+        """
+        known = self._record.prompt_logprobs
+        return None if known is None else tuple(known)
 
     @property
     def text(self) -> str:

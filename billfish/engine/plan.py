@@ -12,6 +12,7 @@ named request_id: the first sample has the id of the request.
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from billfish.engine.logprobs import PromptLogprobs, TokenLogprobs
 from billfish.sampling_params import SamplingParams
 
 NULL_BLOCK = 0
@@ -20,6 +21,9 @@ NULL_BLOCK = 0
 BlockPairs = tuple[tuple[int, int], ...]
 """(source block id, destination block id) each, the destinations all different."""
 
+NOT_FINITE = "the model's logits are not finite"
+"""Why no token can be chosen where something computed before, perhaps the KV itself, is broken."""
+
 
 @dataclass(frozen=True, slots=True)
 class Admission:
@@ -27,6 +31,8 @@ class Admission:
 
     token_ids: the prompt and, where it was preempted, the tokens generated before.
     num_prompt_tokens: how many of token_ids are the prompt.
+    stop_ids: all token ids that end it, so that min_tokens can ban them.
+    bad_word_ids: token sequences that must not be generated.
     block_ids: its block table so far: blocks of the prefix cache, and blocks that this plan swaps
     in. num_computed_tokens: the tokens whose KV is in them. That KV is never written again, not
     even where work begins before its end, as it does to choose a token after a prompt that was
@@ -38,6 +44,8 @@ class Admission:
     num_prompt_tokens: int
     sampling: SamplingParams
     seed: int
+    stop_ids: frozenset[int] = frozenset()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
     block_ids: tuple[int, ...] = ()
     num_computed_tokens: int = 0
 
@@ -107,12 +115,19 @@ class StepResult:
     """What became of each sequence whose work samples, and of each fork: a token, or why none.
 
     failed: sequences for which no token can be chosen, such as those whose logits are not numbers.
-    They end; the others in the step are not touched.
+    They end; the others in the step are not touched. Where the reason is NOT_FINITE, nobody is to
+    use their KV either.
+    logprobs: of each token in token_ids whose sequence asks for them.
+    prompt_logprobs: of the prompt tokens that follow those computed in this step, for each
+    sequence that asks for them and that came without generated tokens. What is computed again, by a
+    sequence that was preempted or by another sample of the prompt, comes again.
     """
 
     step: int
     token_ids: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
 
 
 class Executor(Protocol):

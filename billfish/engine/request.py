@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from billfish.engine.detokenizer import Detokenizer
+from billfish.engine.logprobs import PromptLogprobs, TokenLogprobs
 from billfish.engine.outputs import FinishReason, RequestOutput, RequestRecord
 from billfish.engine.plan import Admission, Fork
 from billfish.sampling_params import SamplingParams
@@ -21,7 +22,8 @@ class Request:
 
     request_id: what its owner calls the request, the same for all its samples. index: which of them
     this is. sequence_id: what plans call it. max_tokens: most tokens it may generate, resolved.
-    stop_ids: token ids that end it. cache_salt: see `prefix_cache`.
+    stop_ids: token ids that end it. bad_word_ids: token sequences that it must not generate.
+    cache_salt: see `prefix_cache`.
 
     num_tokens: tokens known, prompt and output. num_computed_tokens: those whose KV is in the
     cache, or will be once the plans made so far have run; while it waits, those whose KV is in
@@ -41,6 +43,7 @@ class Request:
     seed: int
     max_tokens: int
     stop_ids: frozenset[int]
+    bad_word_ids: tuple[tuple[int, ...], ...]
     detokenizer: Detokenizer
     record: RequestRecord
     cache_salt: str | None = None
@@ -81,6 +84,8 @@ class Request:
             num_prompt_tokens=len(self.prompt_token_ids),
             sampling=self.params,
             seed=self.seed,
+            stop_ids=self.stop_ids,
+            bad_word_ids=self.bad_word_ids,
             block_ids=tuple(self.block_table),
             num_computed_tokens=max(self.num_found_tokens, self.num_computed_tokens),
         )
@@ -88,14 +93,30 @@ class Request:
     def fork(self, source: "Request") -> Fork:
         return Fork(self.sequence_id, source.sequence_id, self.seed)
 
-    def append(self, token_id: int) -> RequestOutput:
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Whether the model has to see every token of the prompt, cached or not: the prompt's
+        log-probabilities are asked for and not all there. They lack the first token's."""
+        return self.record.prompt_logprobs is not None and len(self.record.prompt_logprobs) < len(
+            self.prompt_token_ids
+        )
+
+    def add_prompt_logprobs(self, new: PromptLogprobs) -> None:
+        """Take the next of them; those that are known already are passed over."""
+        known = self.record.prompt_logprobs
+        if known is not None and new.start <= len(known):
+            known.extend(new.tokens[len(known) - new.start :])
+
+    def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> RequestOutput:
         """Take the token that a step chose: extend the text, and see whether it ends here."""
         self.record.token_ids.append(token_id)
+        if self.record.logprobs is not None and logprobs is not None:
+            self.record.logprobs.append(logprobs)
         self.num_tokens += 1
         new_token_ids = (token_id,)
         if token_id in self.stop_ids:
             return self.finish("stop", token_id, new_token_ids)
-        delta, stop = self.detokenizer.append(token_id)
+        delta, stop = self.detokenizer.append(token_id, self._too_early)
         if stop is not None:
             self.finish_reason = "stop"
         elif len(self.record.token_ids) == self.max_tokens:
@@ -111,10 +132,15 @@ class Request:
     ) -> RequestOutput:
         """End the request. Text that was held back, and half a character, come out now."""
         self.finish_reason = reason
-        tail, stop = self.detokenizer.finish()
+        tail, stop = self.detokenizer.finish(self._too_early)
         if stop is not None and reason == "length":
             self.finish_reason, stop_reason = "stop", stop
         return self._output(new_token_ids, delta + tail, stop_reason)
+
+    @property
+    def _too_early(self) -> bool:
+        """Whether a stop string that is complete now does not count yet."""
+        return len(self.record.token_ids) < self.params.min_tokens
 
     def _output(
         self, new_token_ids: tuple[int, ...], delta: str, stop_reason: str | int | None

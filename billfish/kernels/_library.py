@@ -57,6 +57,12 @@ def check_activation(name: str, tensor: torch.Tensor) -> None:
         raise bad_argument(f"{name}.device", tensor.device, "cpu or cuda")
 
 
+def check_no_grad(name: str, tensor: torch.Tensor) -> None:
+    """Refuse an input that autograd would follow through an operation that has no derivative."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise bad_argument(name, "a tensor that requires a gradient", "torch.no_grad() around it")
+
+
 def check_like(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     """Refuse a tensor whose dtype or device is not that of another."""
     if tensor.dtype != other.dtype:

@@ -1,6 +1,7 @@
 """A model built from a GGUF file: its configuration, its weights, their names and row order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,13 @@ def read_config(file: GGUFFile) -> ModelConfig:
     def count(key: str, default: int | None = None) -> int:
         return file.get_int(f"llama.{key}", 1, 2**24, default=default)
 
+    num_layers = count("block_count")
+    if num_layers > len(file.tensors):
+        raise CheckpointError(
+            file.path,
+            f"{num_layers} layers cannot be made of {len(file.tensors)} tensors",
+            tensor="llama.block_count",
+        )
     hidden_size, num_heads = count("embedding_length"), count("attention.head_count")
     head_dim = count("attention.key_length", default=max(1, hidden_size // num_heads))
     if count("attention.value_length", default=head_dim) != head_dim:
@@ -77,7 +85,7 @@ def read_config(file: GGUFFile) -> ModelConfig:
             vocab_size=file.tensors["token_embd.weight"].shape[0],
             hidden_size=hidden_size,
             intermediate_size=count("feed_forward_length"),
-            num_layers=count("block_count"),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=count("attention.head_count_kv", default=num_heads),
             head_dim=head_dim,
@@ -94,12 +102,21 @@ def read_config(file: GGUFFile) -> ModelConfig:
         raise CheckpointError(file.path, str(error)) from error
 
 
+def count_int4_layers(file: GGUFFile) -> int:
+    """Linear layers whose weights stay INT4; an embedding is looked up, so it does not."""
+    names = (name for name, info in file.tensors.items() if info.type in gguf_types.INT4_TYPES)
+    return sum(name != gguf_name("model.embed_tokens") for name in names)
+
+
 def _rope_scaling(file: GGUFFile) -> float:
-    kind = file.get_str("llama.rope.scaling.type", default="none")
+    """The factor that positions are divided by. A factor without a type is linear, as llama.cpp
+    reads it; files older than the key rope.scaling.factor call it rope.scale_linear."""
+    kind = file.get_str("llama.rope.scaling.type", default="linear")
     if kind == "none":
         return 1.0
     if kind == "linear":
-        return file.get_float("llama.rope.scaling.factor", 1e-3, 1e6)
+        old = file.get_float("llama.rope.scale_linear", 1e-3, 1e6, default=1.0)
+        return file.get_float("llama.rope.scaling.factor", 1e-3, 1e6, default=old)
     raise CheckpointError(
         file.path, f"{kind!r} is not supported (supported: none, linear)",
         tensor="llama.rope.scaling.type",
@@ -161,8 +178,15 @@ class GGUFWeights:
     def tensor(self, name: str) -> Tensor:
         return self._dequantized(name).to(self._dtype)
 
-    def optional(self, name: str) -> Tensor | None:
-        return self._dequantized(name) if gguf_name(name) in self._file.tensors else None
+    def rope_factors(self) -> Tensor | None:
+        name = gguf_name("rope_freqs")
+        if name not in self._file.tensors:
+            return None
+        factors = self._dequantized("rope_freqs")
+        if not bool((factors > 0).all()):
+            reason = "divides frequencies, so all of it must be above 0"
+            raise CheckpointError(self._file.path, reason, tensor=name)
+        return factors
 
     def linear(self, *names: str) -> nn.Module:
         types = {self._file.tensors[gguf_name(name)].type for name in names}
@@ -174,35 +198,44 @@ class GGUFWeights:
         return MergedLinear([self.linear(name) for name in names])
 
     def _packed(self, names: tuple[str, ...]) -> marlin.PackedWeight:
+        """The INT4 tensors called names, one below the other."""
         parts = [self._int4_groups(name) for name in names]
 
         def merged(field: str) -> Tensor | None:
             tensors = [getattr(part, field) for part in parts]
             return None if tensors[0] is None else torch.cat(tensors)
 
-        weight = marlin.pack(
-            torch.cat([part.codes for part in parts]),
-            torch.cat([part.scales for part in parts]),
-            zeros=merged("zeros"),
-            offsets=merged("offsets"),
-            group_size=parts[0].group_size,
-            dtype=self._dtype,
-        )
+        with self._naming(*names):
+            weight = marlin.pack(
+                torch.cat([part.codes for part in parts]),
+                torch.cat([part.scales for part in parts]),
+                zeros=merged("zeros"),
+                offsets=merged("offsets"),
+                group_size=parts[0].group_size,
+                dtype=self._dtype,
+            )
         self._advance(len(names))
         return weight
 
     def _int4_groups(self, name: str) -> Int4Groups:
         info = self._file.tensors[gguf_name(name)]
-        try:
+        with self._naming(name):
             groups = gguf_types.int4_groups(self._file.data(info.name), info.type, info.shape)
-        except KernelArgumentError as error:  # its bytes hold something that cannot be a weight
-            raise CheckpointError(self._file.path, str(error), tensor=info.name) from error
         rows = self._row_order(name)
         if rows is None:
             return groups
         zeros, offsets = (None if t is None else t[rows] for t in (groups.zeros, groups.offsets))
         codes, scales = groups.codes[rows], groups.scales[rows]
         return Int4Groups(codes, scales, zeros, offsets, groups.group_size)
+
+    @contextmanager
+    def _naming(self, *names: str) -> Iterator[None]:
+        """Says which tensors hold what cannot be a weight, such as a scale that is no number."""
+        try:
+            yield
+        except KernelArgumentError as error:
+            tensors = ", ".join(map(gguf_name, names))
+            raise CheckpointError(self._file.path, str(error), tensor=tensors) from error
 
     def _dequantized(self, name: str) -> Tensor:
         info = self._file.tensors[gguf_name(name)]

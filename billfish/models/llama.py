@@ -26,8 +26,8 @@ class Weights(Protocol):
     def tensor(self, name: str) -> Tensor:
         """A dense tensor in the activation dtype."""
 
-    def optional(self, name: str) -> Tensor | None:
-        """A dense float32 tensor that a checkpoint may lack."""
+    def rope_factors(self) -> Tensor | None:
+        """What divides the rotary frequencies one by one, float32 [rotary_dim / 2], if anything."""
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -129,7 +129,7 @@ class LlamaForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, weights: Weights, max_len: int) -> None:
         super().__init__()
         self.config = config
-        rotary = RotaryEmbedding(config, max_len, weights.optional("rope_freqs"))
+        rotary = RotaryEmbedding(config, max_len, weights.rope_factors())
         self.embed_tokens = nn.Buffer(weights.tensor("model.embed_tokens"))
         self.layers = nn.ModuleList(
             LlamaLayer(config, weights, index, rotary) for index in range(config.num_layers)

@@ -40,6 +40,10 @@ _END_TOKENS = frozenset(
 # Some converters label turn markers "user-defined", as if they were words.
 _MARKUP = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+# Tokens that are looked for in text are compiled into one pattern, so a file may not have any
+# number of them. Command R's has about 1,000.
+_MAX_MATCHED = 8192
+_MAX_MATCHED_LENGTH = 512
 
 
 class TokenType(IntEnum):
@@ -59,7 +63,8 @@ def from_gguf(metadata: Mapping[str, Any], path: str) -> Tokenizer:
     Arrays may be lists or numpy arrays. A control token is matched in text only where the caller
     asks for it (see Tokenizer.encode); that holds also for user-defined tokens that look like turn
     markers, <|...|>. Raises CheckpointError for metadata that is missing, malformed,
-    contradictory, or of a kind that is not supported.
+    contradictory, or of a kind that is not supported; for a chat template that cannot be used, only
+    when a chat is to be rendered.
     """
     source = Metadata(metadata, path)
     kind = source.text("tokenizer.ggml.model")
@@ -93,6 +98,10 @@ def _byte_level(source: Metadata, texts: list[str], types: list[int]) -> _Built:
         reason = "is not supported for a byte-level vocabulary"
         raise CheckpointError(source.path, reason, tensor=_SPACE_PREFIX)
     words = {texts[i]: i for i in _of_type(types, TokenType.NORMAL)}
+    # Some vocabularies lack rare control characters; none can do without these.
+    for byte in (*range(0x20, 0x7F), *range(0x80, 0xC0)):
+        if _LETTERS[byte] not in words:
+            raise CheckpointError(source.path, f"no token for byte 0x{byte:02x}", tensor=_TOKENS)
     merges = []
     for merge in source.strings(_MERGES):
         left, _, right = merge.partition(" ")
@@ -161,6 +170,7 @@ def _vocabulary(
             user_defined[text] = i
     # One character is too short for a marker: it would be matched all over ordinary text.
     control = {texts[i]: i for i in markers if len(texts[i]) > 1}
+    _check_matched([*control, *user_defined], source.path)
     size = len(texts)
     bos = source.token_id("tokenizer.ggml.bos_token_id", size)
     eos = source.token_id("tokenizer.ggml.eos_token_id", size)
@@ -187,18 +197,24 @@ def _vocabulary(
     )
 
 
-def _chat_template(source: Metadata, vocabulary: Vocabulary) -> ChatTemplate | None:
+def _chat_template(
+    source: Metadata, vocabulary: Vocabulary
+) -> ChatTemplate | CheckpointError | None:
     key = "tokenizer.chat_template"
     if key not in source:
         return None
     eos = source.token_id("tokenizer.ggml.eos_token_id", len(vocabulary.texts))
     bos = vocabulary.bos_token_id
-    return ChatTemplate(
-        source.text(key),
-        source.path,
-        bos_token="" if bos is None else vocabulary.texts[bos],
-        eos_token="" if eos is None else vocabulary.texts[eos],
-    )
+    text = source.text(key)
+    try:
+        return ChatTemplate(
+            text,
+            source.path,
+            bos_token="" if bos is None else vocabulary.texts[bos],
+            eos_token="" if eos is None else vocabulary.texts[eos],
+        )
+    except CheckpointError as error:  # the model can still continue texts
+        return error
 
 
 def _token_types(source: Metadata, texts: list[str]) -> list[int]:
@@ -221,6 +237,16 @@ def _of_type(types: list[int], wanted: TokenType) -> list[int]:
     return [i for i, kind in enumerate(types) if kind == number]
 
 
+def _check_matched(matched: list[str], path: str) -> None:
+    longest = max(map(len, matched), default=0)
+    if len(matched) > _MAX_MATCHED or longest > _MAX_MATCHED_LENGTH:
+        reason = (
+            f"{len(matched)} control and user-defined tokens of up to {longest} characters; "
+            f"at most {_MAX_MATCHED} of {_MAX_MATCHED_LENGTH} are supported"
+        )
+        raise CheckpointError(path, reason, tensor=_TYPES)
+
+
 def _check_distinct(texts: list[str], path: str) -> None:
     if len(set(texts)) == len(texts):
         return
@@ -240,6 +266,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_alphabet()
+_LETTERS = {byte: character for character, byte in _ALPHABET.items()}
 _TO_LATIN1 = {ord(character): byte for character, byte in _ALPHABET.items()}
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from billfish.errors import InvalidRequestError
+from billfish.errors import CheckpointError, InvalidRequestError
 from billfish.tokenizer.chat_template import ChatTemplate, check_text
 from billfish.tokenizer.content_guard import ContentGuard
 
@@ -37,14 +37,15 @@ class Vocabulary:
 class Tokenizer:
     """Encodes, decodes, and renders chats. Immutable after construction; safe to use in threads.
 
-    encode_words: turns text without control and user-defined tokens into ids.
+    encode_words: turns text without control and user-defined tokens into ids. template: None if the
+    model has none, the error if it has one that cannot be used: that hinders chats, nothing else.
     """
 
     def __init__(
         self,
         vocabulary: Vocabulary,
         encode_words: Callable[[str], list[int]],
-        template: ChatTemplate | None,
+        template: ChatTemplate | CheckpointError | None,
     ) -> None:
         self._vocabulary = vocabulary
         self._encode_words = encode_words
@@ -69,8 +70,8 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Source of the chat template (Jinja), or None."""
-        return self._template.source if self._template else None
+        """Source of the chat template (Jinja), or None if there is none that can be used."""
+        return self._template.source if isinstance(self._template, ChatTemplate) else None
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False
@@ -93,6 +94,19 @@ class Tokenizer:
         check_text("text", text)
         ids = self._encode(text, parse_special)
         return self._surround(ids) if add_special_tokens else ids
+
+    def spellings(self, word: str) -> tuple[tuple[int, ...], ...]:
+        """The ids of `word` as it may stand inside a text: alone, and after a space.
+
+        Each as the tokenizer cuts it; a model may still write the same word in other pieces. Raises
+        InvalidRequestError when `word` is no string, holds lone surrogates, or has no tokens.
+        """
+        check_text("word", word)
+        bare = word.lstrip(" ") or word
+        found = {tuple(self._encode(text, False, space="")) for text in (bare, " " + bare)}
+        if () in found:
+            raise InvalidRequestError("word", f"{word!r} has no tokens in this vocabulary")
+        return tuple(sorted(found))
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`: their token_bytes joined and read as UTF-8, U+FFFD where they are not.
@@ -153,9 +167,11 @@ class Tokenizer:
             ids.insert(0, begin)
         return ids
 
-    def _encode(self, text: str, parse_special: bool, mark: str = "") -> list[int]:
+    def _encode(
+        self, text: str, parse_special: bool, mark: str = "", space: str = " "
+    ) -> list[int]:
         """Ids of `text`. `mark`, where there is one, keeps written-out tokens from being matched
-        and is itself dropped."""
+        and is itself dropped. `space`: what a vocabulary with space_prefix puts in front."""
         matcher = self._special if parse_special else self._plain
         ids: list[int] = []
         for part, token_id in _parts(matcher, self._special_ids, text):
@@ -164,7 +180,7 @@ class Tokenizer:
                 continue
             words = part.replace(mark, "") if mark else part
             if words:
-                prefix = " " if self._vocabulary.space_prefix else ""
+                prefix = space if self._vocabulary.space_prefix else ""
                 ids += self._encode_words(prefix + words)
         return ids
 
@@ -179,6 +195,8 @@ class Tokenizer:
     def _template_or_fail(self) -> ChatTemplate:
         if self._template is None:
             raise InvalidRequestError("messages", "the model has no chat template")
+        if isinstance(self._template, CheckpointError):
+            raise self._template
         return self._template
 
     def _check_id(self, token_id: int) -> None:

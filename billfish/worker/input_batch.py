@@ -9,12 +9,14 @@ from billfish.engine.plan import NULL_BLOCK, Admission, Fork, StepPlan
 from billfish.kernels.paged_attention import AttentionMetadata
 from billfish.kernels.paged_attention.metadata import PADDING_SLOT
 from billfish.sampling_params import SamplingParams
+from billfish.worker.logits_processor import LogitsRules
 
 
 @dataclass(slots=True)
 class Row:
     """A sequence's place in the batch: its row in the token table and in the block table.
 
+    resumed: it came with generated tokens, after a preemption. rules: what it asks of its logits.
     num_found_tokens: tokens whose KV was there when it was admitted.
     """
 
@@ -22,6 +24,9 @@ class Row:
     sampling: SamplingParams
     seed: int
     num_tokens: int
+    num_prompt_tokens: int
+    resumed: bool
+    rules: LogitsRules | None
     num_blocks: int = 0
     num_found_tokens: int = 0
 
@@ -118,6 +123,9 @@ class InputBatch:
             admission.sampling,
             admission.seed,
             num_tokens=len(tokens),
+            num_prompt_tokens=admission.num_prompt_tokens,
+            resumed=len(tokens) > admission.num_prompt_tokens,
+            rules=LogitsRules.of(admission),
             num_found_tokens=admission.num_computed_tokens,
         )
         self._add_blocks(row, admission.block_ids)
@@ -127,7 +135,8 @@ class InputBatch:
         source, index = self.rows[fork.source], self._free_rows.pop()
         self.token_ids[index] = self.token_ids[source.index]
         self.block_table[index] = self.block_table[source.index]
-        self.rows[fork.request_id] = replace(source, index=index, seed=fork.seed)
+        rules = source.rules.fork() if source.rules else None
+        self.rows[fork.request_id] = replace(source, index=index, seed=fork.seed, rules=rules)
 
     def _add_blocks(self, row: Row, block_ids: tuple[int, ...]) -> None:
         end = row.num_blocks + len(block_ids)

@@ -1,5 +1,9 @@
 """The memory of the paged KV cache: one tensor for all layers."""
 
+import mmap
+import sys
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -21,7 +25,7 @@ def plan_num_blocks(config: ModelConfig, cache: CacheConfig, dtype: torch.dtype)
     if cache.num_blocks is not None:
         return cache.num_blocks
     each = block_bytes(config, cache.block_size, dtype)
-    count = cache.memory_bytes // each - 1  # the null block takes one
+    count = min(cache.memory_bytes // each - 1, 2**31 - 2)  # the null block takes one
     if count < 1:
         raise CapacityError(
             f"a KV cache of {cache.memory_bytes} bytes holds no block of {cache.block_size} "
@@ -31,15 +35,39 @@ def plan_num_blocks(config: ModelConfig, cache: CacheConfig, dtype: torch.dtype)
 
 
 def allocate(
-    config: ModelConfig, cache: CacheConfig, num_blocks: int, dtype: torch.dtype, device: str
+    config: ModelConfig,
+    cache: CacheConfig,
+    num_blocks: int,
+    dtype: torch.dtype,
+    *,
+    reserved: int = 0,
 ) -> Tensor:
     """[num_layers, 2, 1 + num_blocks, block_size, num_kv_heads, head_dim], the null block first.
 
-    Also the host memory for swapped blocks, which are numbered the same way. Zeroed memory that the
-    system has not touched yet costs nothing until a block is first written.
+    Also the host memory for swapped blocks, which are numbered the same way. Pages that the system
+    maps to memory only when they are first written: a block that is never used costs nothing.
+    reserved: bytes that others were given and have not written yet. Raises CapacityError where the
+    machine has less memory to give than all.
     """
+    each = block_bytes(config, cache.block_size, dtype)
+    asked, there = (1 + num_blocks) * each, max(0, _available_memory() - reserved)
+    if asked > there:
+        raise CapacityError(
+            f"a KV cache of {num_blocks} blocks takes {asked} bytes and {there} are available: at "
+            f"most {max(0, there // each - 1)} blocks would fit, less what the model takes"
+        )
     shape = (
         config.num_layers, 2, 1 + num_blocks, cache.block_size, config.num_kv_heads,
         config.head_dim,
     )  # fmt: skip
-    return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, asked), dtype=dtype).view(shape)
+
+
+def _available_memory() -> int:
+    """Bytes that the system could give without swapping; without limit where it does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return sys.maxsize
+    values = dict(line.split(":", 1) for line in lines)
+    return int(values["MemAvailable"].split()[0]) * 1024

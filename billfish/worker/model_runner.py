@@ -3,12 +3,16 @@
 import torch
 from torch import Tensor
 
-from billfish.engine.plan import BlockPairs, StepPlan, StepResult
+from billfish.engine.plan import NOT_FINITE, BlockPairs, StepPlan, StepResult
 from billfish.errors import ConfigError
 from billfish.kernels import paged_attention
 from billfish.models.llama import LlamaForCausalLM
 from billfish.worker.input_batch import InputBatch
+from billfish.worker.logits_processor import LogitsProcessor
+from billfish.worker.logprobs import prompt_logprobs, token_logprobs
 from billfish.worker.sampler import NO_TOKEN, sample
+
+NOTHING_LEFT = "allowed_token_ids, bad_words and min_tokens leave no token to choose"
 
 
 class ModelRunner:
@@ -33,6 +37,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.host_cache = host_cache
         self.vocab_size = vocab_size
+        self.processor = LogitsProcessor(max_num_seqs, vocab_size)
         self.batch = InputBatch(max_num_seqs, max_model_len, block_size=kv_cache.shape[3])
 
     @torch.inference_mode()
@@ -43,24 +48,39 @@ class ModelRunner:
             return StepResult(plan.step)
         inputs = self.batch.build(plan)
         hidden = self.model(inputs.token_ids, inputs.positions, self.kv_cache, inputs.metadata)
-        if not inputs.sampled:
-            return StepResult(plan.step)
-        logits = self.model.logits(hidden[inputs.sample_index])[:, : self.vocab_size]
-        rows = [self.batch.rows[request_id] for request_id in inputs.sampled]
+        result = StepResult(plan.step)
+        work = [(item, self.batch.rows[item.request_id]) for item in plan.work]
+        if any(row.sampling.prompt_logprobs is not None for _, row in work):
+            found = prompt_logprobs(self.model, self.vocab_size, hidden, work, self.batch.token_ids)
+            result.prompt_logprobs.update(found)
+        if inputs.sampled:
+            logits = self.model.logits(hidden[inputs.sample_index])[:, : self.vocab_size]
+            self._sample(logits, inputs.sampled, result)
+        return result
+
+    def _sample(self, logits: Tensor, request_ids: tuple[str, ...], result: StepResult) -> None:
+        """Choose the next token of each request from the model's logits [S, vocab_size]."""
+        rows = [self.batch.rows[request_id] for request_id in request_ids]
         token_ids = sample(
-            logits,
+            self.processor.apply(logits, rows, self.batch.token_ids),
             [row.sampling for row in rows],
             [row.seed for row in rows],
             [row.num_tokens for row in rows],
         )
-        result = StepResult(plan.step)
-        for request_id, token_id in zip(inputs.sampled, token_ids, strict=True):
+        asking: list[int] = []
+        for i, (request_id, token_id) in enumerate(zip(request_ids, token_ids, strict=True)):
             if token_id == NO_TOKEN:
-                result.failed[request_id] = "the model's logits are not finite"
-            else:
-                self.batch.append(request_id, token_id)
-                result.token_ids[request_id] = token_id
-        return result
+                broken = not logits[i].amax().isfinite()
+                result.failed[request_id] = NOT_FINITE if broken else NOTHING_LEFT
+                continue
+            self.batch.append(request_id, token_id)
+            result.token_ids[request_id] = token_id
+            if rows[i].sampling.logprobs is not None:
+                asking.append(i)
+        if asking:
+            tops = [rows[i].sampling.logprobs or 0 for i in asking]
+            found = token_logprobs(logits[asking], [token_ids[i] for i in asking], tops)
+            result.logprobs.update(zip((request_ids[i] for i in asking), found, strict=True))
 
     def _move_blocks(self, plan: StepPlan) -> None:
         """All swaps and copies of the plan, one call a kind, in the plan's order."""

@@ -6,6 +6,10 @@ from torch import Tensor
 from billfish.sampling_params import SamplingParams
 
 NO_TOKEN = -1
+
+CANDIDATES = 1024
+"""Tokens that are sorted where only the most likely are kept, before all are."""
+
 _MASK = 2**64 - 1
 
 
@@ -22,7 +26,7 @@ def sample(
     drawn = [i for i, p in enumerate(params) if not p.greedy]
     if drawn:
         numbers = [uniform(seeds[i], positions[i]) for i in drawn]
-        chosen[drawn] = _draw(logits[drawn], [params[i] for i in drawn], numbers)
+        chosen[drawn] = _draw(probabilities(logits[drawn], [params[i] for i in drawn]), numbers)
     return chosen.masked_fill(~largest.isfinite(), NO_TOKEN).tolist()
 
 
@@ -43,15 +47,24 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def _draw(logits: Tensor, params: list[SamplingParams], numbers: list[float]) -> Tensor:
+def probabilities(logits: Tensor, params: list[SamplingParams]) -> Tensor:
+    """Float64 [S, V], proportional to the probability of each token. No temperature may be 0."""
     # Shifted before the division: a tiny temperature must not make inf - inf of it.
     shifted = logits - logits.amax(dim=-1, keepdim=True)
     temperature = torch.tensor([[p.temperature] for p in params], dtype=torch.float64)
     probs = (shifted.double() / temperature).softmax(dim=-1)
+    if any(p.min_p > 0.0 for p in params):  # Nguyen et al., arXiv:2407.01082; 0 cuts nothing
+        min_p = torch.tensor([[p.min_p] for p in params], dtype=torch.float64)
+        probs.masked_fill_(probs < min_p * probs.amax(dim=-1, keepdim=True), 0.0)
     # Only requests that cut the tail pay for the sort.
     cut = [i for i, p in enumerate(params) if p.top_p < 1.0 or p.top_k > 0]
     if cut:
         probs[cut] = _cut_tail(probs[cut], [params[i] for i in cut])
+    return probs
+
+
+def _draw(probs: Tensor, numbers: list[float]) -> Tensor:
+    """Token ids [S]: where the running sum of probs [S, V] reaches that share of its total."""
     cumulative = probs.cumsum(dim=-1)
     targets = torch.tensor(numbers, dtype=torch.float64)[:, None] * cumulative[:, -1:]
     # `right`: a number equal to a step belongs to the next token, so none of probability 0 is hit.
@@ -64,11 +77,38 @@ def _cut_tail(probs: Tensor, params: list[SamplingParams]) -> Tensor:
     Top-p counts within what top-k leaves. The token that carries the sum past top_p is kept. Equal
     probabilities are ordered by token id.
     """
-    vocab_size = probs.shape[-1]
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    top_k = torch.tensor([[p.top_k or vocab_size] for p in params])
-    ordered = ordered.masked_fill(torch.arange(vocab_size) >= top_k, 0.0)
+    top_k = torch.tensor([[p.top_k or probs.shape[-1]] for p in params])
     top_p = torch.tensor([[p.top_p] for p in params], dtype=torch.float64)
-    before = ordered.cumsum(dim=-1) - ordered
-    ordered = ordered.masked_fill(before >= top_p * ordered.sum(-1, keepdim=True), 0.0)
-    return torch.zeros_like(probs).scatter_(-1, order, ordered)
+    # Sorting a vocabulary costs far more than all else here, and few tokens are kept as a rule.
+    values, ids = _most_likely(probs)
+    kept = _kept(values, probs, top_k, top_p)
+    # The last one kept must be above the last candidate: its equals may not all be candidates.
+    last = kept.masked_fill(kept == 0.0, torch.inf).amin(dim=-1)
+    sure = (last > values[:, -1]).tolist()
+    cut = torch.zeros_like(probs).scatter_(-1, ids, kept)
+    rest = [i for i, is_sure in enumerate(sure) if not is_sure]
+    if rest:
+        values, ids = probs[rest].sort(dim=-1, descending=True, stable=True)
+        kept = _kept(values, probs[rest], top_k[rest], top_p[rest])
+        cut[rest] = torch.zeros_like(values).scatter_(-1, ids, kept)
+    return cut
+
+
+def _most_likely(probs: Tensor) -> tuple[Tensor, Tensor]:
+    """The CANDIDATES largest of each row, in order, equals by token id; and their token ids."""
+    values, ids = probs.topk(min(CANDIDATES, probs.shape[-1]), dim=-1, sorted=False)
+    ids, order = ids.sort(dim=-1)
+    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(-1, order)
+
+
+def _kept(values: Tensor, probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """values [S, C], the largest of probs in order, with what top-k and top-p leave out set to 0.
+
+    Sums are running ones, whose rounding does not depend on the number of rows.
+    """
+    values = values.masked_fill(torch.arange(values.shape[-1]) >= top_k, 0.0)
+    sums = values.cumsum(dim=-1)
+    whole = top_k > values.shape[-1]
+    total = torch.where(whole, probs.cumsum(dim=-1)[:, -1:], sums[:, -1:])
+    return values.masked_fill(sums - values >= top_p * total, 0.0)

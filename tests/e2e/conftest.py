@@ -6,17 +6,7 @@ from pathlib import Path
 import pytest
 
 from billfish import LLM
-from billfish.checkpoint.locate import DEMO_MODEL, locate
 from billfish.config import CacheConfig, SchedulerConfig
-from billfish.errors import CheckpointError
-
-
-@pytest.fixture(scope="session")
-def model_path() -> Path:
-    try:
-        return locate(DEMO_MODEL)
-    except CheckpointError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

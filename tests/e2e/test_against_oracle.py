@@ -65,8 +65,8 @@ def test_bfloat16_stays_close(llm_bf16: LLM, oracle, record_property) -> None:
     """States what bfloat16 costs: same next token, and difference of log-probabilities.
 
     Both models read the oracle's text, so that one early difference does not spoil the rest.
-    Scales, activations and KV are rounded to 8 bits of mantissa: 2^-9 relative, at each of 30
-    layers.
+    Scales, activations and KV are rounded to 8 significant bits, a relative error of up to 2^-8,
+    in each of 30 layers.
     """
     agree, total, differences = 0, 0, []
     for prompt in PROMPTS:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from billfish.version import __version__
@@ -53,6 +54,64 @@ def test_generate_options_reach_the_sampler(tiny: str) -> None:
     assert text("--temperature", "3", "--seed", "5", "--top-k", "1") == text()
 
 
+def test_generate_options_of_the_distribution(tiny: str) -> None:
+    def text(*options: str) -> str:
+        result = run("generate", "-m", tiny, "--max-tokens", "16", *options, "Hello there")
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    plain = text()
+    hot = ("--temperature", "5", "--seed", "3")
+    assert text(*hot, "--min-p", "1") == plain
+    for option in ("--presence-penalty", "--frequency-penalty", "--repetition-penalty"):
+        assert text(option, "2") != plain
+    letter = plain.strip()[0]
+    assert letter not in text("--bad-word", letter)
+    stop = plain.rstrip("\n")[3:5]
+    assert text("--stop", stop, "--include-stop") == text("--stop", stop)[:-1] + stop + "\n"
+
+
+def test_generate_json_logprobs(tiny: str) -> None:
+    options = ["--json", "--logprobs", "3", "--max-tokens", "5", "--seed", "1"]
+    result = run("generate", "-m", tiny, *options, "--temperature", "1", "Hello there")
+    assert result.returncode == 0, result.stderr
+    line = json.loads(result.stdout)
+    assert len(line["logprobs"]) == line["output_tokens"]
+    for each in line["logprobs"]:
+        assert each["rank"] >= 1
+        assert each["logprob"] < 0
+        assert len(each["top"]) == 3
+        assert set(each["top"][0]) == {"id", "token", "logprob"}
+
+
+def test_generate_samples(tiny: str) -> None:
+    options = ["-m", tiny, "--max-tokens", "8", "--temperature", "1", "--seed", "1"]
+    result = run("generate", *options, "-n", "3", "--json", "Hello", "Bye")
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(line["prompt"], line["index"]) for line in lines] == [
+        (prompt, index) for prompt in ("Hello", "Bye") for index in range(3)
+    ]
+    assert len({line["text"] for line in lines[:3]}) == 3
+    shown = run("generate", *options, "-n", "3", "--ledger", "Hello")
+    assert shown.stdout == "".join(
+        f"\n>>> Hello [{line['index']}]\n{line['text']}\n" for line in lines[:3]
+    )
+    assert "samples forked" in shown.stderr
+    one = run("generate", *options, "--json", "Hello", "Bye")
+    assert json.loads(one.stdout.splitlines()[0]) == lines[0]
+
+
+def test_a_models_own_defaults_are_shown_and_give_way(tmp_path: Path) -> None:
+    path = tmp_path / "hot.gguf"
+    tiny_gguf.write(path, metadata=lambda w: w.add_float32("general.sampling.temp", 5.0))
+    common = ["generate", "-m", str(path), "--max-tokens", "12", "--seed", "1", "Hello there"]
+    hot, cold = run(*common), run(*common, "--temperature", "0")
+    again = run(*common, "--temperature", "5")
+    assert "sampling defaults of the model file: temperature=5" in hot.stderr
+    assert hot.stdout == again.stdout != cold.stdout
+
+
 def test_generate_chat_uses_the_template_and_shows_the_ledger(tiny: str) -> None:
     result = run("generate", "-m", tiny, "--max-tokens", "4", "--chat", "--ledger", "Hi")
     assert result.returncode == 0
@@ -67,6 +126,13 @@ def test_generate_chat_uses_the_template_and_shows_the_ledger(tiny: str) -> None
     [
         (["--temperature", "-1", "x"], "temperature"),
         (["--top-p", "0", "x"], "top_p"),
+        (["--min-p", "2", "x"], "min_p"),
+        (["--presence-penalty", "3", "x"], "presence_penalty"),
+        (["--json", "--logprobs", "21", "x"], "logprobs"),
+        (["--logprobs", "2", "x"], "--json"),
+        (["--min-tokens", "200", "x"], "min_tokens"),
+        (["-n", "0", "x"], "n: must be between 1 and 128"),
+        (["-n", "3", "--max-tokens", "100000", "x"], "max_model_len is 512"),
         (["--dtype", "int8", "x"], "dtype"),
         (["--max-tokens", "100000", "x"], "max_model_len is 512"),
         (["--kv-memory", "0.00001", "x"], "KV cache"),
@@ -90,6 +156,46 @@ def test_missing_and_damaged_models_are_one_line(tmp_path: Path) -> None:
     damaged = run("generate", "-m", str(tmp_path / "bad.gguf"), "x")
     assert (damaged.returncode, damaged.stderr.count("Traceback")) == (1, 0)
     assert "bad.gguf" in damaged.stderr
+
+
+def test_chat_with_a_model_that_cannot_is_refused_at_start(tmp_path: Path) -> None:
+    path = tiny_gguf.write(tmp_path / "plain.gguf", template=None)
+    result = run("chat", "-m", str(path), stdin="hello\n")
+    assert result.returncode == 1
+    assert "no chat template" in result.stderr
+    assert "> " not in result.stdout
+
+
+def test_any_encoding_of_the_terminal(tiny: str) -> None:
+    for encoding in ("ascii:strict", "latin-1:strict", "utf-8:strict"):
+        result = subprocess.run(
+            [*COMMAND, "chat", "-m", tiny, "--max-tokens", "8"],
+            input=b"\xff\xfe\n/exit\n", capture_output=True, timeout=120, check=False,
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+
+
+def test_a_full_disk_is_one_line(tiny: str) -> None:
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [*COMMAND, "generate", "-m", tiny, "--max-tokens", "3", "Hi"], stdout=full,
+            stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    assert result.returncode == 1
+    assert "No space left" in result.stderr
+
+
+def test_a_request_without_an_answer_is_an_error(tmp_path: Path) -> None:
+    """A model whose last norm overflows gives logits that are not numbers."""
+    huge = {"output_norm.weight": np.full(tiny_gguf.HIDDEN, 3e38, np.float32)}
+    path = tiny_gguf.write(
+        tmp_path / "huge.gguf", change_shapes=lambda s: s.pop("output_norm.weight"), extra=huge
+    )
+    for options in ([], ["--json"]):
+        result = run("generate", "-m", str(path), *options, "Hi")
+        assert result.returncode == 1
+        assert "not finite" in result.stderr
 
 
 def test_chat_remembers_resets_and_leaves(tiny: str) -> None:

@@ -1,6 +1,7 @@
 """Small random GGUF models: every tensor type against transformers, and what must be refused."""
 
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -159,3 +160,55 @@ def test_scales_that_are_not_finite_are_damage(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         load(path)
     assert error.value.tensor == "blk.1.ffn_gate.weight"
+
+
+def test_offsets_too_large_for_the_dtype_are_refused(tmp_path: Path) -> None:
+    path = tiny_gguf.write(tmp_path / "tiny.gguf")
+    info = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.0.attn_k.weight")
+    data = bytearray(path.read_bytes())
+    data[info.data_offset : info.data_offset + 4] = np.float16([6e4, 6e4]).tobytes()
+    path.write_bytes(data)
+    load(path)  # float32 holds 6e4 * 8 + 6e4, float16 does not
+    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_k\.weight"):
+        LLM(str(path), dtype="float16", cache=CacheConfig(num_blocks=64))
+
+
+def test_a_context_longer_than_the_cache_costs_nothing(tmp_path: Path) -> None:
+    def long(writer: gguf.GGUFWriter) -> None:
+        writer.add_context_length(2**24)
+
+    llm = load(tiny_gguf.write(tmp_path / "long.gguf", metadata=long))
+    assert llm.max_model_len == 64 * 16 + 1
+    assert len(llm.executor.model.layers[0].attention.rotary.cos_sin) == llm.max_model_len
+
+
+def test_only_linear_layers_count_as_int4(tmp_path: Path) -> None:
+    assert load(tiny_gguf.write(tmp_path / "tiny.gguf")).num_int4_layers == 14
+
+
+def test_a_layer_count_beyond_the_file_is_refused_at_once(tmp_path: Path) -> None:
+    def many(writer: gguf.GGUFWriter) -> None:
+        writer.add_block_count(2**20)
+
+    path = tiny_gguf.write(tmp_path / "many.gguf", metadata=many)
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match="1048576 layers cannot be made of 20 tensors"):
+        load(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20e6
+
+
+def test_a_factor_that_divides_by_zero_is_refused(tmp_path: Path) -> None:
+    factors = {"rope_freqs.weight": np.zeros(tiny_gguf.HEAD_DIM // 2, np.float32)}
+    path = tiny_gguf.write(tmp_path / "zero.gguf", extra=factors)
+    with pytest.raises(CheckpointError, match="above 0"):
+        load(path)
+
+
+@pytest.mark.parametrize("key", ["llama.rope.scale_linear", "llama.rope.scaling.factor"])
+def test_a_scaling_factor_without_a_type_is_linear(tmp_path: Path, key: str) -> None:
+    def old(writer: gguf.GGUFWriter) -> None:
+        writer.add_float32(key, 4.0)
+
+    assert load(tiny_gguf.write(tmp_path / "old.gguf", metadata=old)).model_config.rope_scaling == 4

@@ -52,9 +52,10 @@ def test_chunked_at_any_size(
 
 
 def test_preempted(make_llm, alone: list[tuple[int, ...]]) -> None:
-    llm = make_llm(num_blocks=12, max_num_batched_tokens=64)
+    llm = make_llm(num_blocks=24, block_size=4, max_num_batched_tokens=64)
     outputs = llm.generate(list(PROMPTS[:16]), GREEDY)
     assert [output.token_ids for output in outputs] == alone
+    assert llm.stats().preemptions >= 3
     assert llm.stats().blocks_in_use == 0
 
 

@@ -70,8 +70,9 @@ def last_logits(llm: LLM, token_ids: list[int], found: int) -> torch.Tensor:
     )  # fmt: skip
     try:
         admission = Admission(
-            "x", tuple(token_ids), len(token_ids), GREEDY, 0, tuple(range(1, 1 + held)), found
-        )
+            "x", tuple(token_ids), len(token_ids), GREEDY, seed=0,
+            block_ids=tuple(range(1, 1 + held)), num_computed_tokens=found,
+        )  # fmt: skip
         new = tuple(range(1 + held, 1 + -(-len(token_ids) // size)))
         work = Work("x", start, len(token_ids) - start, new, samples=True)
         llm.executor.execute(StepPlan(0, admitted=(admission,), work=(work,)))

@@ -73,6 +73,7 @@ def write(
     kinds: Callable[[str], Type] = lambda name: Type.Q4_1,
     *,
     tied: bool = True,
+    template: str | None = TEMPLATE,
     architecture: str = "llama",
     change_shapes: Callable[[dict[str, tuple[int, ...]]], None] = lambda shapes: None,
     metadata: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
@@ -97,7 +98,8 @@ def write(
     writer.add_token_merges(MERGES)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    writer.add_chat_template(TEMPLATE)
+    if template is not None:
+        writer.add_chat_template(template)
     metadata(writer)
     shapes = tensor_shapes(tied)
     change_shapes(shapes)

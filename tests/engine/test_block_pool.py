@@ -3,9 +3,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from billfish.engine.block_pool import BlockPool, InvariantError
+from billfish.engine.block_pool import BlockPool
 from billfish.engine.plan import NULL_BLOCK
-from billfish.errors import ConfigError
+from billfish.errors import ConfigError, InvariantError
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -48,6 +48,39 @@ def text_and_stop(text: str, stops) -> tuple[str, str | None]:
     return text, None
 
 
+def text_and_stop_after(text: str, stops, passed: int) -> tuple[str, str | None]:
+    """The same, but no stop string counts that is complete within the first characters."""
+    for end in range(passed + 1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@FIXED
+@given(st.text("ab", max_size=20), st.sets(st.text("ab", min_size=1, max_size=4), min_size=1),
+       st.integers(0, 20))  # fmt: skip
+def test_passing_over_stop_strings_in_the_beginning(text: str, stops, passed: int) -> None:
+    expected, stop = text_and_stop_after(text, stops, passed)
+    for include in (False, True):
+        search = StopStrings(sorted(stops), include)
+        pieces, found = [], None
+        for i, char in enumerate(text):
+            piece, found = search.push(char, passing=i < passed)
+            pieces.append(piece)
+            assert text.startswith("".join(pieces))
+            if found is not None:
+                break
+        else:
+            pieces.append(search.flush())
+        assert found == stop
+        if include:
+            assert "".join(pieces) == expected + (stop or "")
+        else:
+            assert "".join(pieces) == expected
+
+
 def cut(data, text):
     """Split text (or bytes) into a drawn number of non-empty pieces."""
     places = data.draw(st.sets(st.integers(1, max(1, len(text) - 1)), max_size=12))

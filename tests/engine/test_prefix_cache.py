@@ -5,7 +5,7 @@ import random
 import pytest
 
 from billfish.engine.block_pool import BlockPool
-from billfish.engine.plan import StepPlan, StepResult
+from billfish.engine.plan import NOT_FINITE, StepPlan, StepResult
 from billfish.engine.prefix_cache import PrefixCache
 from billfish.errors import InvalidRequestError
 from billfish.sampling_params import SamplingParams
@@ -224,7 +224,7 @@ class TestOnlyWhatIsWrittenIsFound:
     def test_a_request_without_logits_leaves_nothing(self) -> None:
         engine, worker = make_engine(max_num_batched_tokens=8)
         worker.hook = lambda plan, result: StepResult(
-            plan.step, {}, dict.fromkeys(result.token_ids, "NaN")
+            plan.step, {}, dict.fromkeys(result.token_ids, NOT_FINITE)
         )
         engine.add_request("a", PROMPT, params())
         assert run(engine)["a"].finish_reason == "error"

@@ -16,6 +16,7 @@ from billfish.kernels.paged_attention import (
     attend,
     copy_blocks,
     reference,
+    rotate_and_write,
     swap_blocks,
     write_kv,
 )
@@ -218,6 +219,7 @@ def test_few_tokens(most, group):
     check(make_case(lens, query_lens, heads=2 * group))
 
 
+@both
 @pytest.mark.parametrize(
     ("seq_lens", "query_lens"),
     [
@@ -225,10 +227,12 @@ def test_few_tokens(most, group):
         ([17], [17]),
         ([128, 129, 127, 600], [128, 129, 127, 600]),
         ([2048], [2048]),
+        ([8192], [8192]),
         ([2560, 3000], [512, 129]),
         ([700, 5, 64, 0, 64, 900], [700, 5, 0, 30, 64, 1]),
         ([8200], [2]),
         ([5] * 200, [5] * 200),
+        ([1 + 37 * i % 400 for i in range(150)], [1 + 37 * i % 400 for i in range(150)]),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -270,7 +274,9 @@ def test_huge_logits(dtype):
 
 @both
 def test_tokens_of_no_request_get_zeros():
-    for lens, queries in (MIXED, ([70, 9], [1, 1]), ([300, 300], [200, 200]), ([], [])):
+    for lens, queries in (
+        MIXED, ([70, 9], [1, 1]), ([300, 300], [200, 200]), ([40, 9], [0, 0]), ([], [])
+    ):  # fmt: skip
         case = make_case(lens, queries, extra_tokens=5)
         out = attend(case.query, case.k_cache, case.v_cache, case.metadata)
         check(case, out)
@@ -314,6 +320,18 @@ def test_plans(programs):
     check(case)
     assert not plan.workspace.arrivals.any()
     assert plan.nbytes == sum(t.numel() * t.element_size() for t in plan.workspace)
+
+
+@pytest.mark.parametrize("longest", [1, 4])
+def test_plans_of_mixed_batches(longest):
+    """Decode, prefill and tokens of no request; once with as many tokens as if all were long."""
+    for seq_lens, query_lens, extra in ((*MIXED, 3), ([300, 9], [20, 1], 19), ([300], [200], 0)):
+        case = make_case(seq_lens, query_lens, extra_tokens=extra)
+        check(case)
+        plan, case = planned(case, max_query_len=longest)
+        for _ in range(3):
+            check(case)
+        assert not plan.workspace.draws.any()
 
 
 def test_plan_of_another_window_is_not_used():
@@ -450,8 +468,6 @@ def rotated(x, positions, cos_sin, weight, eps):
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("tokens", [1, 300, 3000])
 def test_fused_rotary_norm_and_write(head_dim, tokens):
-    from billfish.kernels.paged_attention.cache_write import rotate_and_write
-
     qkv = torch.randn(tokens, 16, head_dim, device="cuda").bfloat16()
     query, key, value = qkv.split((8, 4, 4), dim=1)
     slots = torch.randperm(16 * 400, device="cuda")[:tokens]

@@ -5,6 +5,7 @@ kernels or compiles them. By hand: TRITON_INTERPRET=1 pytest tests/kernels/paged
 """
 
 import math
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -18,7 +19,7 @@ from billfish.kernels.paged_attention import (
     reference,
 )
 from billfish.kernels.paged_attention.metadata import AttentionMetadata
-from billfish.kernels.paged_attention.planner import DecodePlan, Scoring
+from billfish.kernels.paged_attention.planner import DecodePlan, Scoring, order_rows
 
 HUGE = 2**30
 
@@ -174,6 +175,25 @@ def test_same_bits_whatever_finishes_last():
     case = make_case([300, 120], [1, 1])
     first = run(case)
     assert torch.equal(first, run(case))
+
+
+@pytest.mark.parametrize("num_requests", [0, 1, 5, 40, 300])
+@pytest.mark.parametrize("extra_tokens", [0, 9])
+def test_order_rows(num_requests, extra_tokens):
+    """Against a sort: most KV first, equals by number, decoded requests without blocks."""
+    draw = random.Random(num_requests)
+    query_lens = [draw.choice([0, 1, 3, 50, 200]) for _ in range(num_requests)]
+    seq_lens = [draw.choice([n, n + 100, 7000]) for n in query_lens]
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    tokens = int(starts[-1]) + extra_tokens
+    order = torch.full((num_requests + 3,), -7, dtype=torch.int32)
+    order_rows(torch.tensor(seq_lens, dtype=torch.int32), starts, tokens, 4, 4, 128, order)
+    blocks = [-(-n * 4 // 128) if n > 4 else 0 for n in query_lens] + [-(-extra_tokens * 4 // 128)]
+    total = 0
+    for r in sorted(range(num_requests + 1), key=lambda r: -[*seq_lens, -1][r]):
+        assert order[r] == total
+        total += blocks[r]
+    assert order[num_requests + 1 :].tolist() == [total, -7]
 
 
 @pytest.mark.parametrize("head_dim", [64, 80])

@@ -282,6 +282,8 @@ TEMPLATES = (
     CHATML,
     "{% for m in messages %}{{ m.content }}{% endfor %}",  # content meets content
     "{% for m in messages %}{{ m.content | trim }}{% endfor %}",
+    "{% for m in messages %}{{ m.content }}end|>{% endfor %}",  # content meets half a token
+    "{% for m in messages %}<|im_{{ m.content | trim }}{% endfor %}",
     "{% for m in messages %}<|im_start|>{{ m.content.strip() }}\ufdd2<|im_end|>{% endfor %}",
 )
 

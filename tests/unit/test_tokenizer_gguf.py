@@ -39,6 +39,8 @@ BROKEN = [
     (byte_level() | {K + "token_type": [1.0] * 257}, K + "token_type", "integers only"),
     (byte_level([("x y", 7)]), K + "token_type", "7 is not a token type"),
     (byte_level([("x y", -1)]), K + "token_type", "-1 is not a token type"),
+    (byte_level([("c" * 513, CONTROL)]), K + "token_type", "513 characters"),
+    (byte_level([(f"<{i}>", CONTROL) for i in range(8193)]), K + "token_type", "8193 control"),
     (_without(byte_level(), K + "pre"), K + "pre", "missing"),
     (byte_level(pre="tekken-9"), K + "pre", "'tekken-9' is not supported"),
     (_without(byte_level(), K + "merges"), K + "merges", "missing"),
@@ -63,7 +65,6 @@ BROKEN = [
     (sentencepiece(PIECES, remove_extra_whitespaces=True), K + "remove_extra_whitespaces", "not"),
     (sentencepiece(PIECES, precompiled_charsmap=[1]), K + "precompiled_charsmap", "not"),
     (byte_level() | {"tokenizer.chat_template": 5}, "tokenizer.chat_template", "string"),
-    (byte_level() | {"tokenizer.chat_template": "{% if %}"}, "tokenizer.chat_template", "line 1"),
 ]
 
 
@@ -73,6 +74,13 @@ def test_what_is_wrong_is_named(metadata, key, reason):
         from_gguf(metadata, "some.gguf")
     assert (error.value.file, error.value.tensor) == ("some.gguf", key)
     assert reason in error.value.reason
+
+
+def test_a_byte_level_vocabulary_without_a_common_byte_is_refused():
+    metadata = byte_level()
+    metadata[K + "tokens"][metadata[K + "tokens"].index("q")] = "qq"
+    with pytest.raises(CheckpointError, match="no token for byte 0x71"):
+        from_gguf(metadata, "f")
 
 
 def test_sentencepiece_without_all_bytes_is_refused():
@@ -96,11 +104,9 @@ def test_numpy_arrays_are_as_good_as_lists():
 def test_kinds_of_tokens():
     extra = [("<c>", CONTROL), ("<unk>", UNKNOWN), ("user word", USER_DEFINED),
              ("<|turn|>", USER_DEFINED), ("idle", UNUSED), ("[PAD262]", USER_DEFINED),
-             ("q", CONTROL), ("user", USER_DEFINED)]  # fmt: skip
-    metadata = byte_level(extra)
-    metadata[K + "tokens"][ord("q") - 0x21] = "\u1234"  # "q" is a control token here
-    tokenizer = from_gguf(metadata, "f")
-    text = "<c><unk>user word<|turn|>idle[PAD262]user"
+             ("漢", CONTROL), ("user", USER_DEFINED)]  # fmt: skip
+    tokenizer = from_gguf(byte_level(extra), "f")
+    text = "<c><unk>user word<|turn|>idle[PAD262]user漢"
     plain = tokenizer.encode(text)
     assert 259 in plain
     assert 264 in plain
@@ -166,3 +172,34 @@ def test_half_a_character_is_raw_bytes_in_the_stream_and_marked_in_text():
     assert [tokenizer.token_bytes(i) for i in ids] == [b"\xc3", b"\xa9"]
     assert tokenizer.decode(ids[:1]) == "\ufffd"
     assert tokenizer.decode(ids) == "é"
+
+
+def test_a_template_that_cannot_be_used_hinders_chats_only():
+    metadata = byte_level() | {"tokenizer.chat_template": "{% if %}"}
+    tokenizer = from_gguf(metadata, "model.gguf")
+    assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
+    assert tokenizer.chat_template is None
+    with pytest.raises(CheckpointError, match="line 1") as error:
+        tokenizer.encode_chat([{"role": "user", "content": "abc"}])
+    assert error.value.tensor == "tokenizer.chat_template"
+
+
+@pytest.mark.parametrize("word", ["ab", " ab"])
+def test_spellings_are_the_word_alone_and_after_a_space(word):
+    def texts(tokenizer):
+        return {
+            b"".join(map(tokenizer.token_bytes, ids)).decode() for ids in tokenizer.spellings(word)
+        }
+
+    assert texts(from_gguf(byte_level(), "f")) == {"ab", " ab"}
+    # SentencePiece puts a space in front of a text; a word inside of one has none, or its own.
+    pieces = {"▁": 0.0, "a": 0.0, "b": 0.0, "▁ab": 1.0, "ab": 0.5}
+    tokenizer = from_gguf(sentencepiece(pieces), "f")
+    assert texts(tokenizer) == {"ab", " ab"}
+    assert {len(ids) for ids in tokenizer.spellings(word)} == {1}
+
+
+@pytest.mark.parametrize("word", ["\ud800", 5, None])
+def test_spellings_of_what_is_no_text_are_refused(word):
+    with pytest.raises(InvalidRequestError):
+        from_gguf(byte_level(), "f").spellings(word)

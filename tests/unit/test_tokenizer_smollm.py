@@ -2,15 +2,14 @@
 
 import copy
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from billfish.tokenizer import Tokenizer, from_gguf
-from tests.unit.tokenizer_samples import SMOLLM, read_metadata, smollm_folder
-
-pytestmark = pytest.mark.model
+from tests.unit.tokenizer_samples import read_metadata
 
 CHUNKS = (
     "Hello", " world", "the ", "quick", "I'll've", " y'all're", "don't", "DON'T", "naïve",
@@ -31,16 +30,18 @@ LACKING = b"\x04\x06\x13\x14\x16\x1d\xf1\xf2"
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return from_gguf(*read_metadata(smollm_folder() / SMOLLM))
+def tokenizer(model_path: Path) -> Tokenizer:
+    return from_gguf(*read_metadata(model_path))
 
 
 @pytest.fixture(scope="module")
-def oracle():
+def oracle(model_path: Path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         transformers = pytest.importorskip("transformers")
-        return transformers.AutoTokenizer.from_pretrained(smollm_folder(), gguf_file=SMOLLM)
+        return transformers.AutoTokenizer.from_pretrained(
+            model_path.parent, gguf_file=model_path.name
+        )
 
 
 @pytest.fixture(scope="module")
@@ -118,17 +119,13 @@ WRITABLE = st.characters(exclude_categories=("Cs",)).filter(
 )
 
 
-@given(st.text(WRITABLE, max_size=200))
+@given(text=st.text(WRITABLE, max_size=200))
 @settings(derandomize=True, max_examples=300, deadline=None)
-def test_any_text_comes_back(text):
-    global _TOKENIZER
-    _TOKENIZER = _TOKENIZER or from_gguf(*read_metadata(smollm_folder() / SMOLLM))
-    ids = _TOKENIZER.encode(text)
-    assert _TOKENIZER.decode(ids) == text
-    assert b"".join(map(_TOKENIZER.token_bytes, ids)) == text.encode()
+def test_any_text_comes_back(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
 
-
-_TOKENIZER: Tokenizer | None = None
 
 CHATS = (
     [{"role": "user", "content": "Hi"}],

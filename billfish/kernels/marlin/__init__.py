@@ -5,10 +5,11 @@ y = marlin.w4a16_matmul(x, weight)
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
-from billfish.kernels._library import bad_argument, register
+from billfish.kernels._library import bad_argument, check_no_grad, register
 from billfish.kernels.marlin import cpu
 from billfish.kernels.marlin.weight import GROUP_SIZES, PackedWeight, pack
 
@@ -31,11 +32,19 @@ def _fake(
     return x.new_empty((*x.shape[:-1], n))
 
 
+def _on_gpu(*args: Any) -> Tensor:
+    """Imported at the first call: a machine without a GPU needs no triton."""
+    from billfish.kernels.marlin import gpu
+
+    return gpu.w4a16_matmul(*args)
+
+
 _w4a16_matmul: Callable[..., Tensor] = register(
     "w4a16_matmul(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? offsets, "
     "Tensor? g_idx, Tensor? perm, Tensor? bias, int n, int group_size, str layout) -> Tensor",
     fake=_fake,
     cpu=cpu.w4a16_matmul,
+    cuda=_on_gpu,
 )
 
 
@@ -50,6 +59,7 @@ def w4a16_matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) ->
     """
     if x.dtype != weight.dtype:
         raise bad_argument("x", x.dtype, f"the weight's activation dtype, {weight.dtype}")
+    check_no_grad("x", x)
     if x.dim() == 0 or x.shape[-1] != weight.k:
         raise bad_argument("x", tuple(x.shape), f"[..., {weight.k}]")
     codes = weight.codes

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopperConfig:
@@ -10,8 +12,9 @@ class HopperConfig:
     rows: rows of W a warpgroup computes, 64 or 128. consumers: warpgroups that compute, 1, 2 or 4.
     tile_m: tokens of a tile, 8 to 256. stages: depth of the queue. blocks_per_sm: thread blocks
     for which a multiprocessor has room. grid_per_sm: how many of them are launched; the room left
-    over is for the blocks of the next kernel, which fill their queues early (pdl). group_m: token
-    blocks of a raster group, where M > tile_m.
+    over is for the blocks of the next kernel, which fill their queues early (pdl). carry: the last
+    product of a stage runs on while the next stage is dequantized; only where the scale is applied
+    to fragments. group_m: token blocks of a raster group, where M > tile_m.
     """
 
     rows: int
@@ -22,6 +25,7 @@ class HopperConfig:
     grid_per_sm: int = 1
     sum_scale: bool = True
     overlap: bool = True
+    carry: bool = False
     stream_k: bool = True
     pdl: bool = True
     group_m: int = 8
@@ -48,3 +52,49 @@ class TritonConfig:
     tile_m: int
     split: int
     stages: int
+
+
+def hopper_config(m: int, units: tuple[int, int, int], processors: int) -> HopperConfig:
+    """The configuration for m tokens, by what was fastest on an H200 (132 multiprocessors).
+
+    Below 64 tokens reading weights is the work, so the bytes a multiprocessor reads decide: small
+    shares cannot hide the start and the end of a tile, so one block a multiprocessor runs and the
+    next kernel's blocks move in beside it.
+    """
+    blocks, steps, _ = units
+    megabytes = blocks * steps * 4096 / processors / 1e6
+    if m <= 32:
+        tile_m = next(t for t in (8, 16, 32) if m <= t)
+        if megabytes > 1.2 and tile_m <= 16:
+            return HopperConfig(
+                rows=128, consumers=1, tile_m=tile_m, stages=5, blocks_per_sm=3, grid_per_sm=3
+            )
+        if megabytes > 0.8 and tile_m == 32:
+            return HopperConfig(rows=128, consumers=2, tile_m=32, stages=7)
+        return HopperConfig(
+            rows=64, consumers=2, tile_m=tile_m, stages=5 if tile_m == 32 else 6, blocks_per_sm=2,
+            grid_per_sm=1 if megabytes < 0.15 else 2,
+        )  # fmt: skip
+    if m <= 64:
+        if megabytes > 0.3:
+            return HopperConfig(rows=64, consumers=4, tile_m=64, stages=5)
+        return HopperConfig(rows=64, consumers=2, tile_m=64, stages=4, sum_scale=False, carry=True)
+    tiles = -(-blocks // 2) * -(-m // 256)
+    waves = -(-tiles // processors)
+    if m > 128 and (tiles >= 0.8 * waves * processors or waves > 4):
+        return HopperConfig(rows=64, consumers=2, tile_m=256, stages=3, sum_scale=False)
+    return HopperConfig(
+        rows=64, consumers=2, tile_m=128, stages=4, sum_scale=False, carry=megabytes < 0.8
+    )
+
+
+def triton_config(m: int, units: Tensor, processors: int) -> TritonConfig:
+    """The portable kernel's configuration for m tokens."""
+    blocks, steps, _ = units.shape
+    tile_m = next((t for t in (16, 32) if m <= t), 64)
+    rows = 128 if blocks > processors else 64
+    tiles = -(-blocks * 64 // rows) * -(-m // tile_m)
+    split = 1
+    while tiles * split < 2 * processors and split * 8 <= steps:
+        split *= 2
+    return TritonConfig(rows=rows, tile_m=tile_m, split=split, stages=4 if tile_m <= 32 else 3)

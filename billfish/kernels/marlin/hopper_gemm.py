@@ -7,10 +7,12 @@ weights never touch shared memory; X is the B operand. The techniques, each a co
 - Asynchronous loads into a circular queue: one producer warp keeps `STAGES` stages of 128 columns
   in flight with TMA (codes, scales and zeros as packed, and X); `CONSUMERS` warpgroups empty them.
 - Double buffering (`OVERLAP`): a warpgroup dequantizes the second half of a stage while the tensor
-  cores multiply the first.
+  cores multiply the first; with `CARRY` also the first half of the next while they multiply the
+  second.
 - Stream-K (Osama et al., 2023, arXiv 2301.03598), see hopper_schedule.
 - Programmatic dependent launch (`PDL`): the weight queue fills while the kernel before this one
-  drains; only what that kernel may have written is waited for.
+  drains. Everything but the weights is waited for, so the kernel before must not write them (an
+  ordinary kernel may: this one starts when it has ended).
 - Grouped raster (`GROUP_M`): tiles that run at the same time share rows of W and X in L2.
 
 The scale is applied to fp32 sums of one group (`SUM_SCALE`, groups of 128) or to the fragments.
@@ -74,6 +76,13 @@ class Queue:
         wrapped = stage == self.STAGES
         return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
 
+    @gluon.jit
+    def before(self, stage):
+        """The stage before this one."""
+        # Computed, not carried along a loop: a variable that begins as another name of one that the
+        # loop carries (before = stage) is taken for a constant by Triton 3.6.
+        return gl.where(stage == 0, self.STAGES - 1, stage - 1)
+
 
 @aggregate
 class Method:
@@ -85,6 +94,7 @@ class Method:
     ZEROS: gl.constexpr
     SUM_SCALE: gl.constexpr
     OVERLAP: gl.constexpr
+    CARRY: gl.constexpr
     PDL: gl.constexpr
     ASM: gl.constexpr
     REGS: gl.constexpr
@@ -207,32 +217,52 @@ def _load_stage(queue, stage, c: gl.constexpr, how):
 
 
 @gluon.jit
+def _halves_of_x(queue, stage):
+    """X of a stage as two B operands [64, TILE_M]."""
+    x = queue.x.index(stage)
+    first = x.slice(0, HALF_K, dim=1).permute([1, 0])
+    return x, first, x.slice(HALF_K, HALF_K, dim=1).permute([1, 0])
+
+
+@gluon.jit
 def _consume(c: gl.constexpr, queue, work, out, how):
+    """Compute consumer c's rows of every tile of this block, a run of stages for each tile."""
     if how.PDL:
         gdc_wait()
+    tile, step = work.first()
+    stage = 0
+    phase = 0
+    left = work.count()
+    while left > 0:
+        run = gl.minimum(left, work.steps - step)
+        if how.CARRY:
+            acc, stage, phase = _sum_carried(c, queue, run, stage, phase, how)
+        else:
+            acc, stage, phase = _sum(c, queue, run, stage, phase, how)
+        finish_tile(acc, tile, c, work, out)
+        left -= run
+        tile, step = work.next(tile, work.steps - 1)
+
+
+@gluon.jit
+def _sum(c: gl.constexpr, queue, run, stage, phase, how):
+    """The product over `run` stages of the queue."""
     DTYPE: gl.constexpr = queue.x.dtype
     TILE_M: gl.constexpr = queue.x.shape[1]
     nothing = gl.zeros([how.ROWS, TILE_M], gl.float32, how.ACC)
     acc = nothing
-    tile, step = work.first()
-    stage = 0
-    phase = 0
-    count = work.count()
-    for i in range(count):
+    for _ in range(run):
         mbarrier.wait(queue.full.index(stage), phase)
         w0, s0, z0, w1, s1, z1, scales = _load_stage(queue, stage, c, how)
-        x = queue.x.index(stage)
-        x0 = x.slice(0, HALF_K, dim=1).permute([1, 0])
-        x1 = x.slice(HALF_K, HALF_K, dim=1).permute([1, 0])
+        x, x0, x1 = _halves_of_x(queue, stage)
         a0 = _dequantize(w0, s0, z0, x, how)
-        if not how.OVERLAP:
-            a1 = _dequantize(w1, s1, z1, x, how)
         if how.SUM_SCALE:
             part = warpgroup_mma(a0, x0, nothing, use_acc=False, is_async=True)
         else:
             part = warpgroup_mma(a0, x0, acc, is_async=True)
-        if how.OVERLAP:
-            a1 = _dequantize(w1, s1, z1, x, how)
+        if not how.OVERLAP:
+            part, a0 = warpgroup_mma_wait(0, deps=[part, a0])
+        a1 = _dequantize(w1, s1, z1, x, how)
         part = warpgroup_mma(a1, x1, part, is_async=True)
         # The fragments are listed because the tensor cores read their registers until here.
         part, a0, a1 = warpgroup_mma_wait(0, deps=[part, a0, a1])
@@ -242,10 +272,31 @@ def _consume(c: gl.constexpr, queue, work, out, how):
         else:
             acc = part
         stage, phase = queue.advance(stage, phase)
-        if (step == work.steps - 1) | (i == count - 1):
-            finish_tile(acc, tile, c, work, out)
-            acc = nothing
-        tile, step = work.next(tile, step)
+    return acc, stage, phase
+
+
+@gluon.jit
+def _sum_carried(c: gl.constexpr, queue, run, stage, phase, how):
+    """`_sum` with the last product of a stage still running while the next is dequantized."""
+    TILE_M: gl.constexpr = queue.x.shape[1]
+    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=how.ACC, k_width=2)
+    acc = gl.zeros([how.ROWS, TILE_M], gl.float32, how.ACC)
+    a1 = gl.zeros([how.ROWS, HALF_K], queue.x.dtype, A)
+    for i in range(run):
+        mbarrier.wait(queue.full.index(stage), phase)
+        w0, s0, z0, w1, s1, z1, _scales = _load_stage(queue, stage, c, how)
+        x, x0, x1 = _halves_of_x(queue, stage)
+        a0 = _dequantize(w0, s0, z0, x, how)
+        acc, a1 = warpgroup_mma_wait(0, deps=[acc, a1])
+        mbarrier.arrive(queue.empty.index(queue.before(stage)), pred=i > 0)
+        acc = warpgroup_mma(a0, x0, acc, is_async=True)
+        a1 = _dequantize(w1, s1, z1, x, how)
+        acc = warpgroup_mma(a1, x1, acc, is_async=True)
+        acc, a0 = warpgroup_mma_wait(1, deps=[acc, a0])
+        stage, phase = queue.advance(stage, phase)
+    acc, a1 = warpgroup_mma_wait(0, deps=[acc, a1])
+    mbarrier.arrive(queue.empty.index(queue.before(stage)))
+    return acc, stage, phase
 
 
 @gluon.jit(
@@ -256,6 +307,7 @@ def w4a16_hopper(
     M, N, steps, tiles_n, tiles_m, whole, share, extra,
     ROWS: gl.constexpr, CONSUMERS: gl.constexpr, TILE_M: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr, ZEROS: gl.constexpr, SUM_SCALE: gl.constexpr, OVERLAP: gl.constexpr,
+    CARRY: gl.constexpr,
     PDL: gl.constexpr, GROUP_M: gl.constexpr, HAS_BIAS: gl.constexpr, ASM: gl.constexpr,
     REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
@@ -282,7 +334,7 @@ def w4a16_hopper(
         gl.program_id(0), gl.num_programs(0), steps, tiles_n, tiles_m, whole, share, extra, GROUP_M
     )
     out = Output(y_ptr, bias_ptr, partial_ptr, count_ptr, M, N, ROWS, CONSUMERS, HAS_BIAS)
-    how = Method(ROWS, ACC, GROUPS, ZEROS, SUM_SCALE, OVERLAP, PDL, ASM, REGS)
+    how = Method(ROWS, ACC, GROUPS, ZEROS, SUM_SCALE, OVERLAP, CARRY, PDL, ASM, REGS)
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_consume, (0, queue, work, out, how)),

@@ -1,6 +1,10 @@
-"""Launching the Hopper kernel: descriptors, division of the work, workspace."""
+"""Launching the Hopper kernel.
 
-from dataclasses import dataclass
+Triton's launcher binds and specializes arguments anew at every call, which takes longer than most
+of these products. So all that a call shares with earlier ones is kept: the plan of a shape, and the
+compiled kernel, which is launched directly.
+"""
+
 from typing import Any
 
 import torch
@@ -8,140 +12,76 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from billfish.kernels.marlin import dequant
+from billfish.kernels.gluon_compat import DirectLaunch
 from billfish.kernels.marlin.configs import HopperConfig
 from billfish.kernels.marlin.hopper_gemm import w4a16_hopper
-from billfish.kernels.marlin.packing import CODE_WORDS, UNIT_K, UNIT_N, unit_groups
+from billfish.kernels.marlin.hopper_plan import Plan, plan
+from billfish.kernels.marlin.packing import CODE_WORDS, UNIT_K
 from billfish.kernels.marlin.workspace import processor_count, zeroed_counters
 
-_REGISTERS = 65536  # 32-bit registers of a multiprocessor
-_MAX_REGISTERS = 168  # a thread at launch; consumers take more from the producer's share
+# How TMA lays out a stage in shared memory.
+_CODE_SMEM = gl.NVMMASharedLayout(128, 32, 4)
+_META_SMEM = gl.NVMMASharedLayout(0, 32, 4)
+_X_SMEM = gl.NVMMASharedLayout(128, 16, 2)
 
 
-@dataclass(frozen=True, slots=True)
-class Division:
-    """How `hopper_schedule.Schedule` divides the tiles among `blocks` thread blocks."""
-
-    blocks: int
-    steps: int
-    tiles_n: int
-    tiles_m: int
-    whole: int
-    share: int
-    extra: int
-
-    @property
-    def divided(self) -> int:
-        """Tiles whose steps are divided."""
-        return self.tiles_n * self.tiles_m - self.whole
-
-
-def divide(config: HopperConfig, m: int, n_units: int, steps: int, processors: int) -> Division:
-    """Divide the tiles of an [m, 64 n_units] output among the blocks that the GPU runs at once."""
-    tiles_n = -(-n_units * UNIT_N // config.tile_n)
-    tiles_m = -(-m // config.tile_m)
-    tiles = tiles_n * tiles_m
-    slots = processors * config.grid_per_sm
-    if not config.stream_k or slots * 4 // 5 <= tiles <= slots:
-        # Where nearly every block has a tile, adding up shared tiles would cost more than it gains.
-        return Division(min(slots, tiles), steps, tiles_n, tiles_m, tiles, 0, 0)
-    blocks = min(slots, tiles * steps)
-    whole = tiles // blocks * blocks
-    share, extra = divmod((tiles - whole) * steps, blocks)
-    return Division(blocks, steps, tiles_n, tiles_m, whole, share, extra)
-
-
-def _mode(has_zeros: bool, zero_point: str, sum_scale: bool) -> str:
-    if sum_scale:
-        return "zero" if has_zeros else "code"
-    return {"symmetric": "scale", "integer": "scale_zero", "offset": "scale_offset"}[zero_point]
-
-
-def descriptors(
-    x: Tensor, units: Tensor, config: HopperConfig, meta_rows: int
-) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
+def descriptors(plan: Plan, x: Tensor, units: Tensor) -> tuple[TensorDescriptor, ...]:
     """TMA descriptors of the codes, the scales and zeros, and X [M, K].
 
     x: unit stride along K, rows and base aligned to 16 bytes.
     """
-    blocks, steps, words = units.shape
-    taken = config.tile_n // UNIT_N
-    strides = [steps * words, words, 32, 1]
-    code_desc = TensorDescriptor(
-        units, [blocks, steps, 32, 32], strides, [taken, 1, 32, 32],
-        gl.NVMMASharedLayout(128, 32, 4),
-    )  # fmt: skip
-    meta_desc = TensorDescriptor(
-        units.view(-1)[CODE_WORDS:], [blocks, steps, meta_rows, 32], strides,
-        [taken, 1, meta_rows, 32], gl.NVMMASharedLayout(0, 32, 4),
-    )  # fmt: skip
-    x_desc = TensorDescriptor(
-        x,
-        list(x.shape),
-        list(x.stride()),
-        [config.tile_m, UNIT_K],
-        gl.NVMMASharedLayout(128, 16, 2),
+    (codes, codes_block), (meta, meta_block) = plan.weight_shapes
+    x_block = [plan.config.tile_m, UNIT_K]
+    after_codes = units.view(-1)[CODE_WORDS:]
+    return (
+        TensorDescriptor(units, codes, plan.weight_strides, codes_block, _CODE_SMEM),
+        TensorDescriptor(after_codes, meta, plan.weight_strides, meta_block, _META_SMEM),
+        TensorDescriptor(x, list(x.shape), list(x.stride()), x_block, _X_SMEM),
     )
-    return code_desc, meta_desc, x_desc
 
 
-def arguments(
-    x: Tensor,
-    units: Tensor,
-    y: Tensor,
-    bias: Tensor | None,
-    partial: Tensor,
-    counters: Tensor,
-    division: Division,
-    config: HopperConfig,
-    group_size: int,
-    zero_point: str,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The kernel's positional and keyword arguments."""
-    groups = unit_groups(group_size)
-    has_zeros = zero_point != "symmetric"
-    sum_scale = config.sum_scale and groups == 1 and zero_point != "offset"
-    mode = _mode(has_zeros, zero_point, sum_scale)
-    producer, consumer, at_launch = _register_budget(config)
-    descs = descriptors(x, units, config, groups * (2 if has_zeros else 1))
-    d = division
-    positional = (
-        *descs, y, y if bias is None else bias, partial, counters, *y.shape,
-        d.steps, d.tiles_n, d.tiles_m, d.whole, d.share, d.extra,
-    )  # fmt: skip
-    keywords = {
-        "ROWS": config.rows,
-        "CONSUMERS": config.consumers,
-        "TILE_M": config.tile_m,
-        "STAGES": config.stages,
-        "GROUPS": groups,
-        "ZEROS": has_zeros,
-        "SUM_SCALE": sum_scale,
-        "OVERLAP": config.overlap,
-        "PDL": config.pdl,
-        "GROUP_M": 0 if d.tiles_m == 1 else config.group_m,
-        "HAS_BIAS": bias is not None,
-        "ASM": dequant.assembly("bf16" if x.dtype == torch.bfloat16 else "f16", mode),
-        "REGS": dequant.constraints(mode),
-        "PRODUCER_REGS": producer,
-        "CONSUMER_REGS": consumer,
-        "num_warps": 4,
-        "maxnreg": at_launch,
-        "launch_pdl": config.pdl,
-    }
-    return positional, keywords
+class _Launcher:
+    """A compiled kernel, and what its launches share: the tensor maps of weights and activations.
 
-
-def _register_budget(config: HopperConfig) -> tuple[int, int, int]:
-    """Registers a thread of the producer, of consumers after the first, and of all at launch.
-
-    The producer warp is padded to a warpgroup. What it gives up goes to the consumers.
+    A tensor map holds an address, a shape and strides, so one that fits stays valid whatever tensor
+    lives at that address.
     """
-    producer = 40
-    warps = 4 * config.consumers + 4
-    at_launch = min(_REGISTERS // (32 * warps * config.blocks_per_sm) // 8 * 8, _MAX_REGISTERS)
-    consumer = (at_launch * warps - 4 * producer) // (4 * config.consumers) // 8 * 8
-    return producer, min(consumer, 232), at_launch
+
+    _KEPT = 4096
+
+    def __init__(self, kernel: Any, plan: Plan) -> None:
+        self._launch = DirectLaunch(kernel)
+        self._constants = tuple(plan.constants.values())
+        self._weights: dict[Any, list[Any]] = {}
+        self._activations: dict[Any, list[Any]] = {}
+
+    def __call__(self, p: Plan, x: Tensor, units: Tensor, memory: tuple[Tensor, ...]) -> None:
+        address = units.data_ptr()
+        weights = self._weights.get((address, p.units))
+        if weights is None:
+            weights = self._weight_maps(p, address)
+        key = (x.data_ptr(), x.shape, x.stride(0))
+        activations = self._activations.get(key)
+        if activations is None:
+            if len(self._activations) >= self._KEPT:
+                self._activations.clear()
+            activations = self._launch.tensor_map(2, key[0], list(x.shape), [key[2], 1])
+            self._activations[key] = activations
+        self._launch(
+            p.division.blocks, [*weights, *activations, *memory, *p.numbers, *self._constants]
+        )
+
+    def _weight_maps(self, p: Plan, address: int) -> list[Any]:
+        if len(self._weights) >= self._KEPT:
+            self._weights.clear()
+        (codes, _), (meta, _) = p.weight_shapes
+        maps = self._launch.tensor_map(0, address, codes, p.weight_strides)
+        maps += self._launch.tensor_map(1, address + 4 * CODE_WORDS, meta, p.weight_strides)
+        self._weights[address, p.units] = maps
+        return maps
+
+
+_launchers: dict[tuple[Any, ...], _Launcher] = {}
 
 
 def launch(
@@ -149,21 +89,27 @@ def launch(
     units: Tensor,
     n: int,
     bias: Tensor | None,
-    config: HopperConfig,
-    group_size: int,
     zero_point: str,
+    config: HopperConfig | None = None,
 ) -> Tensor:
     """Y [M, n] = X [M, K] W^T + bias on the current stream. x: as `descriptors` wants it."""
-    blocks, steps, _ = units.shape
-    y = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
-    division = divide(config, x.shape[0], blocks, steps, processor_count(x.device))
-    partial, counters = y, units  # never touched where no tile is divided
-    if division.divided:
-        size = 2 * division.blocks * config.tile_n * config.tile_m
-        partial = torch.empty(size, dtype=torch.float32, device=x.device)
-        counters = zeroed_counters(x.device, division.divided * config.consumers)
-    positional, keywords = arguments(
-        x, units, y, bias, partial, counters, division, config, group_size, zero_point
+    device = x.device
+    shape: Any = tuple(units.shape)
+    p = plan(
+        x.shape[0], n, shape, zero_point, x.dtype, bias is not None, processor_count(device), config
     )
-    w4a16_hopper[(division.blocks,)](*positional, **keywords)
+    y = torch.empty((p.m, n), dtype=x.dtype, device=device)
+    partial, counters = y, units  # never touched where no tile is divided
+    if p.partial_size:
+        partial = torch.empty(p.partial_size, dtype=torch.float32, device=device)
+        counters = zeroed_counters(device, p.counter_count)
+    memory = (y, y if bias is None else bias, partial, counters)
+    key = (p.kernel_key, memory[1].data_ptr() % 16, device.index)
+    launcher = _launchers.get(key)
+    if launcher is not None:
+        launcher(p, x, units, memory)
+    else:
+        arguments = (*descriptors(p, x, units), *memory, *p.numbers)
+        kernel = w4a16_hopper[(p.division.blocks,)](*arguments, **p.constants, **p.options)
+        _launchers[key] = _Launcher(kernel, p)
     return y

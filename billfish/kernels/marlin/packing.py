@@ -43,6 +43,11 @@ def unit_words(group_size: int, has_zeros: bool) -> int:
     return CODE_WORDS + META_WORDS * unit_groups(group_size) * (2 if has_zeros else 1)
 
 
+def stored_groups(units: torch.Tensor, has_zeros: bool) -> int:
+    """Groups along K in a unit of a packed matrix."""
+    return (units.shape[2] - CODE_WORDS) // (META_WORDS * (2 if has_zeros else 1))
+
+
 def pack_units(
     codes: torch.Tensor,
     scales: torch.Tensor,

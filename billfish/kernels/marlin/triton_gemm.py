@@ -20,7 +20,7 @@ from torch import Tensor
 
 from billfish.kernels.marlin import dequant
 from billfish.kernels.marlin.configs import TritonConfig
-from billfish.kernels.marlin.packing import CODE_WORDS, UNIT_K, UNIT_N, unit_groups
+from billfish.kernels.marlin.packing import CODE_WORDS, UNIT_K, UNIT_N, stored_groups
 from billfish.kernels.marlin.workspace import zeroed_counters
 
 _CODES = tl.constexpr(CODE_WORDS)
@@ -177,7 +177,6 @@ def arguments(
     partial: Tensor,
     counters: Tensor,
     config: TritonConfig,
-    group_size: int,
     zero_point: str,
     interpret: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -193,7 +192,7 @@ def arguments(
         "UNITS": config.rows // UNIT_N,
         "TILE_M": config.tile_m,
         "SPLIT": config.split,
-        "GROUPS": unit_groups(group_size),
+        "GROUPS": stored_groups(units, zero_point != "symmetric"),
         "ZERO_POINT": zero_point,
         "HAS_BIAS": bias is not None,
         "ASM": dequant.assembly("bf16" if x.dtype == torch.bfloat16 else "f16", mode),
@@ -211,13 +210,12 @@ def launch(
     n: int,
     bias: Tensor | None,
     config: TritonConfig,
-    group_size: int,
     zero_point: str,
     interpret: bool = False,
 ) -> Tensor:
     """Y [M, n] = X [M, K] W^T + bias. x: unit stride along K."""
     programs = grid(config, x.shape[0], units.shape[0])
-    y = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
+    y = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
     partial, counters = y, units  # never touched where columns are not split
     if config.split > 1:
         tiles = programs[0] * programs[1]
@@ -225,7 +223,7 @@ def launch(
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         counters = zeroed_counters(x.device, tiles)
     positional, keywords = arguments(
-        x, units, y, bias, partial, counters, config, group_size, zero_point, interpret
+        x, units, y, bias, partial, counters, config, zero_point, interpret
     )
     w4a16_triton[programs](*positional, **keywords)
     return y

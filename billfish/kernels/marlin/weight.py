@@ -183,7 +183,7 @@ def _check_pack(
 ) -> None:
     if dtype not in DTYPES:
         raise bad_argument("dtype", dtype, "float32, bfloat16 or float16")
-    if group_size not in GROUP_SIZES:
+    if type(group_size) is not int or group_size not in GROUP_SIZES:
         raise bad_argument("group_size", group_size, f"one of {GROUP_SIZES}")
     if codes.dtype != torch.uint8 or codes.dim() != 2 or 0 in codes.shape:
         raise bad_argument("codes", f"{codes.dtype} {tuple(codes.shape)}", "non-empty uint8 [N, K]")

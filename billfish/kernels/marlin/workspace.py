@@ -43,7 +43,7 @@ class _Pool:
         if not self._slabs or self._taken + count > _CAPTURED_COUNTERS:
             return torch.zeros(count, dtype=torch.int32, device=device)
         counters = self._slabs[-1][self._taken : self._taken + count]
-        self._taken += count
+        self._taken += -(-count // 64) * 64  # so that every slice is aligned
         return counters
 
 
@@ -57,4 +57,4 @@ def zeroed_counters(device: torch.device, count: int) -> Tensor:
     pool = _pools.setdefault(device, _Pool())
     if torch.cuda.is_current_stream_capturing():
         return pool.for_capture(device, count)
-    return pool.for_stream(device, torch.cuda.current_stream(device).cuda_stream, count)
+    return pool.for_stream(device, torch._C._cuda_getCurrentRawStream(device.index), count)

@@ -9,17 +9,31 @@ num_kv_heads, head_dim]. A layer sees k_cache = kv_cache[l, 0] and v_cache = kv_
 """
 
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from billfish.kernels._library import bad_argument, check_activation, check_like, register
+from billfish.kernels._library import (
+    bad_argument,
+    check_activation,
+    check_like,
+    check_no_grad,
+    register,
+)
 from billfish.kernels.paged_attention import cpu
 from billfish.kernels.paged_attention.metadata import AttentionMetadata
 
-__all__ = ["AttentionMetadata", "attend", "copy_blocks", "swap_blocks", "write_kv"]
+__all__ = [
+    "AttentionMetadata",
+    "attend",
+    "copy_blocks",
+    "rotate_and_write",
+    "swap_blocks",
+    "write_kv",
+]
 
 
 def _fake_attend(query: Tensor, *arguments: object) -> Tensor:
@@ -51,6 +65,14 @@ _write_kv = register(
     fake=_fake_nothing,
     cpu=cpu.write_kv,
     cuda=_on_gpu("write_kv"),
+)
+_rotate_and_write: Callable[..., Tensor] = register(
+    "rotate_and_write(Tensor query, Tensor key, Tensor value, Tensor(a!) k_cache, "
+    "Tensor(b!) v_cache, Tensor slot_mapping, Tensor? positions, Tensor? cos_sin, "
+    "Tensor? q_norm, Tensor? k_norm, float eps) -> Tensor",
+    fake=_fake_attend,
+    cpu=cpu.rotate_and_write,
+    cuda=_on_gpu("rotate_and_write"),
 )
 _attend: Callable[..., Tensor] = register(
     "attend(Tensor query, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "
@@ -84,23 +106,65 @@ def write_kv(
     key, value: [T, HKV, D], last dimension contiguous (views of a merged QKV too). k_cache,
     v_cache: [num_blocks, block_size, HKV, D] of the same dtype, float32, bfloat16 or float16, last
     dimension contiguous. slot_mapping: int64 [T], block * block_size + offset, each slot at most
-    once; a token with slot -1 is skipped.
+    once; a token with a negative slot, -1 by convention, is skipped.
 
     Raises KernelArgumentError: dtype, device, shape or stride is wrong; on a CPU also a slot
     outside the cache.
     """
-    _check_caches(key, "key", k_cache, v_cache)
-    if value.shape != key.shape:
-        raise bad_argument("value", tuple(value.shape), f"the shape of key, {tuple(key.shape)}")
-    check_like("value", value, "key", key)
-    if key.dim() != 3 or key.shape[1:] != k_cache.shape[2:]:
-        raise bad_argument("key", tuple(key.shape), f"[T, *{tuple(k_cache.shape[2:])}]")
-    if key.stride(2) != 1 or value.stride(2) != 1:
-        raise bad_argument(
-            "key and value", f"strides {key.stride()}", "a contiguous last dimension"
-        )
-    _check_indices("slot_mapping", slot_mapping, torch.int64, key.shape[0], key.device)
+    _check_new(key, value, k_cache, v_cache, slot_mapping)
     _write_kv(key, value, k_cache, v_cache, slot_mapping)
+
+
+def rotate_and_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    positions: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Normalize and rotate query and key, write key and value to the cache: one launch on a GPU.
+
+    query: [T, H, D], and the arguments of `write_kv`. positions int64 [T] and cos_sin float32
+    [max_pos, rotary_dim] (cosines, then sines), both or neither, rotate the first rotary_dim
+    dimensions, dimension i paired with i + rotary_dim / 2. q_norm, k_norm: [D], floating point,
+    both or neither, weights of an RMS norm over D before that (as in Qwen3). Computed in float32
+    and rounded once, where separate steps round after each. A token with slot -1 is not written,
+    but its query is returned too: a new, contiguous [T, H, D].
+
+    Raises KernelArgumentError: dtype, device, shape or stride is wrong; on a CPU also a slot or a
+    position outside the cache or the table.
+    """
+    _check_new(key, value, k_cache, v_cache, slot_mapping)
+    tokens, _, head_dim = key.shape
+    if query.dim() != 3 or (query.shape[0], query.shape[2]) != (tokens, head_dim):
+        raise bad_argument("query", tuple(query.shape), f"[{tokens}, H, {head_dim}]")
+    check_like("query", query, "key", key)
+    if query.stride(2) != 1:
+        raise bad_argument("query", f"strides {query.stride()}", "a contiguous last dimension")
+    if (positions is None) != (cos_sin is None) or (q_norm is None) != (k_norm is None):
+        raise bad_argument("positions and cos_sin, q_norm and k_norm", "one", "both or neither")
+    if positions is not None and cos_sin is not None:
+        _check_indices("positions", positions, torch.int64, tokens, key.device)
+        _check_angles(cos_sin, head_dim, key.device)
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None and (
+            weight.shape != (head_dim,)
+            or not weight.is_floating_point()
+            or weight.device != key.device
+            or weight.stride(0) != 1
+        ):
+            got = f"{weight.dtype} {tuple(weight.shape)} on {weight.device}"
+            raise bad_argument(name, got, f"floating point [{head_dim}] on {key.device}")
+    return _rotate_and_write(
+        query, key, value, k_cache, v_cache, slot_mapping, positions, cos_sin, q_norm, k_norm, eps
+    )
 
 
 def attend(
@@ -122,7 +186,7 @@ def attend(
     sliding_window: key j is visible to query i where i - j < sliding_window, at least 1. soft_cap:
     logits become soft_cap * tanh(logit / soft_cap), above 0. sinks: float32 or query's dtype [H],
     one more logit a head in the denominator of the softmax. Softmax is in float32. A query that
-    sees no key gives 0. Returns a contiguous [T, H, D].
+    sees no key gives 0. Returns a contiguous [T, H, D]. There is no derivative.
 
     On a GPU: float16 or bfloat16, D of 64, 80, 96, 112, 128, 192 or 256, blocks of at most 256
     tokens, compute capability 8.0 or newer.
@@ -140,10 +204,13 @@ def attend(
     if query.stride(2) != 1:
         raise bad_argument("query", f"strides {query.stride()}", "a contiguous last dimension")
     _check_metadata(metadata, query)
-    if sliding_window is not None and sliding_window < 1:
-        raise bad_argument("sliding_window", sliding_window, "at least 1")
-    if soft_cap is not None and not soft_cap > 0:
-        raise bad_argument("soft_cap", soft_cap, "above 0")
+    if sliding_window is not None and (type(sliding_window) is not int or sliding_window < 1):
+        raise bad_argument("sliding_window", sliding_window, "an integer of at least 1")
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise bad_argument("soft_cap", soft_cap, "finite and above 0")
+    if scale is not None and not -math.inf < scale < math.inf:
+        raise bad_argument("scale", scale, "a finite number")
+    check_no_grad("query", query)
     if sinks is not None and (
         sinks.shape != (heads,)
         or sinks.dtype not in (torch.float32, query.dtype)
@@ -198,6 +265,37 @@ def swap_blocks(
     _check_indices("src_blocks", src_blocks, torch.int64, None, cpu_device)
     _check_indices("dst_blocks", dst_blocks, torch.int64, src_blocks.shape[0], cpu_device)
     _swap_blocks(src_cache, dst_cache, src_blocks, dst_blocks)
+
+
+def _check_new(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    _check_caches(key, "key", k_cache, v_cache)
+    if value.shape != key.shape:
+        raise bad_argument("value", tuple(value.shape), f"the shape of key, {tuple(key.shape)}")
+    check_like("value", value, "key", key)
+    if key.dim() != 3 or key.shape[1:] != k_cache.shape[2:]:
+        raise bad_argument("key", tuple(key.shape), f"[T, *{tuple(k_cache.shape[2:])}]")
+    if key.stride(2) != 1 or value.stride(2) != 1:
+        raise bad_argument(
+            "key and value", f"strides {key.stride()}", "a contiguous last dimension"
+        )
+    _check_indices("slot_mapping", slot_mapping, torch.int64, key.shape[0], key.device)
+
+
+def _check_angles(cos_sin: Tensor, head_dim: int, device: torch.device) -> None:
+    rotary_dim = cos_sin.shape[1] if cos_sin.dim() == 2 else 0
+    if (
+        cos_sin.dtype != torch.float32
+        or not 0 < rotary_dim <= head_dim
+        or rotary_dim % 2
+        or cos_sin.device != device
+        or cos_sin.stride(1) != 1
+    ):
+        got = f"{cos_sin.dtype} {tuple(cos_sin.shape)} on {cos_sin.device}"
+        raise bad_argument(
+            "cos_sin", got, f"float32 [max_pos, an even number up to {head_dim}] on {device}"
+        )
 
 
 def _check_caches(new: Tensor, name: str, k_cache: Tensor, v_cache: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 
 from billfish.kernels._library import bad_argument
 
@@ -39,6 +39,38 @@ def write_kv(
             cache.flatten(0, 1).index_copy_(0, slot_mapping, new)
         else:
             cache[slot_mapping // block_size, slot_mapping % block_size] = new
+
+
+def rotate_and_write(
+    query: Tensor, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor,
+    slot_mapping: Tensor, positions: Tensor | None, cos_sin: Tensor | None,
+    q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
+    angles = None
+    if cos_sin is not None and positions is not None:
+        try:
+            angles = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+        except IndexError as error:
+            got = f"{int(positions.min())} to {int(positions.max())}"
+            raise bad_argument("positions", got, f"0 to {cos_sin.shape[0] - 1}") from error
+    new_key = _normed_and_rotated(key, k_norm, angles, eps)
+    write_kv(new_key, value, k_cache, v_cache, slot_mapping)
+    return _normed_and_rotated(query, q_norm, angles, eps)
+
+
+def _normed_and_rotated(
+    x: Tensor, weight: Tensor | None, angles: tuple[Tensor, ...] | None, eps: float
+) -> Tensor:
+    """In float32, rounded once."""
+    wide = x.float()
+    if weight is not None:
+        wide = rms_norm(wide, wide.shape[-1:], weight.float(), eps)
+    if angles is not None:
+        cos, sin = angles
+        half = cos.shape[-1]
+        low, high, rest = wide.tensor_split((half, 2 * half), dim=-1)
+        wide = torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
+    return wide.to(x.dtype, memory_format=torch.contiguous_format, copy=True)
 
 
 def attend(

@@ -6,7 +6,13 @@ from torch import Tensor
 from billfish.errors import KernelArgumentError
 from billfish.kernels._library import bad_argument
 from billfish.kernels.paged_attention import block_copy, cache_write, decode, prefill, swap
-from billfish.kernels.paged_attention.planner import DecodePlan, Scoring, Workspace, is_hopper
+from billfish.kernels.paged_attention.planner import (
+    DecodePlan,
+    Scoring,
+    Workspace,
+    is_hopper,
+    short_limit,
+)
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 MAX_BLOCK_SIZE = 256
@@ -23,6 +29,19 @@ def write_kv(
     _check(k_cache)
     with torch.cuda.device(key.device):
         cache_write.write(key, value, k_cache, v_cache, slot_mapping)
+
+
+def rotate_and_write(
+    query: Tensor, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor,
+    slot_mapping: Tensor, positions: Tensor | None, cos_sin: Tensor | None,
+    q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
+    _check(k_cache)
+    with torch.cuda.device(key.device):
+        return cache_write.rotate_and_write(
+            query, key, value, k_cache, v_cache, slot_mapping, positions=positions,
+            cos_sin=cos_sin, q_norm=q_norm, k_norm=k_norm, eps=eps,
+        )  # fmt: skip
 
 
 def attend(
@@ -54,21 +73,15 @@ def attend(
     step = (query, k_cache, v_cache, block_table, seq_lens, query_start, out, scoring)
     group = num_heads // k_cache.shape[2]
     decode_len = planned_len if plan else _decode_len(max_query_len, group)
-    if max_query_len > decode_len and num_tokens == num_requests * max_query_len:
-        decode_len = 0  # all requests have as many new tokens: none is short
+    decode_len = short_limit(decode_len, num_tokens, num_requests, max_query_len)
     with torch.cuda.device(query.device):
-        if num_requests and decode_len:
-            if plan:
-                workspace = Workspace(*plan)
-            else:
-                own = DecodePlan.allocate(
-                    max_requests=num_requests, num_heads=num_heads,
-                    num_kv_heads=k_cache.shape[2], head_dim=head_dim, max_query_len=decode_len,
-                    sliding_window=sliding_window, block_size=k_cache.shape[1],
-                    device=query.device,
-                )  # fmt: skip
-                own.split(seq_lens, query_start)
-                workspace = own.workspace
+        decodes = num_requests > 0 and decode_len > 0
+        if decodes:
+            workspace = (
+                Workspace(*plan)
+                if plan
+                else _workspace(query, k_cache, seq_lens, query_start, decode_len, sliding_window)
+            )
             if _runs_hopper_decode(k_cache, v_cache, decode_len * group):
                 from billfish.kernels.paged_attention import hopper_decode
 
@@ -76,8 +89,16 @@ def attend(
                 hopper_decode.decode(*step, workspace, max_query_len=decode_len, overlap=overlap)
             else:
                 decode.decode(*step, workspace, max_query_len=decode_len)
-        if max_query_len > decode_len or not num_requests:
-            prefill.prefill(*step, decoded_len=decode_len)
+        if max_query_len > decode_len or not decodes:
+            if _runs_hopper_prefill(query, k_cache, v_cache, scoring):
+                from billfish.kernels.paged_attention import hopper_prefill
+
+                mine = Workspace(*plan) if plan else None
+                hopper_prefill.prefill(
+                    *step, decoded_len=decode_len, plan=mine, overlap=mine is not None
+                )
+            else:
+                prefill.prefill(*step, decoded_len=decode_len)
     return out
 
 
@@ -98,12 +119,34 @@ def swap_blocks(
     swap.swap(src_cache, dst_cache, src_blocks, dst_blocks)
 
 
+def _workspace(
+    query: Tensor, k_cache: Tensor, seq_lens: Tensor, query_start: Tensor, decode_len: int,
+    sliding_window: int | None,
+) -> Workspace:  # fmt: skip
+    """A workspace of its own for one call, planned."""
+    plan = DecodePlan.allocate(
+        max_requests=seq_lens.shape[0], num_heads=query.shape[1], num_kv_heads=k_cache.shape[2],
+        head_dim=query.shape[2], max_query_len=decode_len, sliding_window=sliding_window,
+        block_size=k_cache.shape[1], device=query.device,
+    )  # fmt: skip
+    plan.split(seq_lens, query_start)
+    return plan.workspace
+
+
 def _runs_hopper_decode(k_cache: Tensor, v_cache: Tensor, packed_rows: int) -> bool:
     if not is_hopper(k_cache.device):
         return False
     from billfish.kernels.paged_attention import hopper_decode
 
     return hopper_decode.supports(k_cache, v_cache, packed_rows)
+
+
+def _runs_hopper_prefill(query: Tensor, k_cache: Tensor, v_cache: Tensor, scoring: Scoring) -> bool:
+    if not is_hopper(k_cache.device):
+        return False
+    from billfish.kernels.paged_attention import hopper_prefill
+
+    return hopper_prefill.supports(query, k_cache, v_cache, scoring)
 
 
 def _decode_len(max_query_len: int, group: int) -> int:

@@ -107,7 +107,13 @@ def _host_integers(name: str, values: Tensor | Sequence[int], dims: int) -> Tens
 
 def _block_table(rows: Tensor | Sequence[Sequence[int]]) -> Tensor:
     if isinstance(rows, Tensor):
-        return _host_integers("block_table", rows, 2).int()
-    width = max(map(len, rows), default=0)
-    padded = [[*row, *[-1] * (width - len(row))] for row in rows]
-    return torch.tensor(padded, dtype=torch.int32).view(len(rows), width)
+        table = _host_integers("block_table", rows, 2)
+    else:
+        width = max(map(len, rows), default=0)
+        padded = [[*row, *[-1] * (width - len(row))] for row in rows]
+        table = torch.tensor(padded, dtype=torch.int64).view(len(rows), width)
+    if table.dtype == torch.int64 and table.numel():
+        largest = int(table.max())
+        if largest > torch.iinfo(torch.int32).max:
+            raise bad_argument("block_table", largest, "block ids that int32 holds")
+    return table.int()

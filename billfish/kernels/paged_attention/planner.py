@@ -29,6 +29,9 @@ SEGMENT_CHARGE = 4
 BORDER: tl.constexpr = tl.constexpr(8)
 """Fields of a border, padded: the lengths save the kernel a round trip to memory."""
 
+PREFILL_ROWS = 128
+"""Packed query rows of an item of the Hopper prefill kernel."""
+
 _SPLITS_AT_ONCE = 8
 _REQUESTS_AT_ONCE = 256
 
@@ -58,7 +61,7 @@ def first_tile(kv_len, query_len, window, KV_TILE, HAS_WINDOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_requests", "num_splits"])
 def _plan_kernel(
-    seq_lens, query_start, borders, parts, num_requests, max_query_len, window, num_splits,
+    seq_lens, query_start, borders, parts, draws, num_requests, max_query_len, window, num_splits,
     KV_TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, CHARGE: tl.constexpr, WHOLE: tl.constexpr,
     SPLITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -105,6 +108,8 @@ def _plan_kernel(
             last = (ends * used - 1) // whole
             tl.store(parts + 2 * r, first.to(tl.int32), mask=r < num_requests)
             tl.store(parts + 2 * r + 1, last.to(tl.int32), mask=r < num_requests)
+    if tl.program_id(0) == 0:
+        tl.store(draws, 0)
     tile = tl.maximum(at - before - charge, 0)
     if WHOLE:
         tile = tile * 0  # each request in the part that it lies in
@@ -121,6 +126,53 @@ def _plan_kernel(
     tl.store(border + 4, end, mask=split <= num_splits)
 
 
+@triton.jit(do_not_specialize=["num_requests", "num_tokens", "decoded_len"])
+def _order_kernel(
+    seq_lens, query_start, order, num_requests, num_tokens, decoded_len,
+    PACK: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """order[r]: how many blocks of ROWS packed rows the requests with more KV than r have, for
+    r <= num_requests; the last stands for tokens of no request. order[num_requests + 1]: all.
+    """
+    mine = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    my_len = tl.load(seq_lens + mine, mask=mine < num_requests, other=-1)
+    before = tl.zeros([OWN], tl.int32)
+    total = 0
+    for start in range(0, num_requests + 1, CHUNK):
+        r = start + tl.arange(0, CHUNK)
+        real = r < num_requests
+        kv_len = tl.load(seq_lens + r, mask=real, other=-1)
+        first = tl.load(query_start + r, mask=r <= num_requests, other=num_tokens)
+        query_len = tl.load(query_start + r + 1, mask=real, other=num_tokens) - first
+        blocks = (query_len * PACK + ROWS - 1) // ROWS
+        blocks = tl.where(real & (query_len <= decoded_len), 0, blocks)
+        ahead = (kv_len[None, :] > my_len[:, None]) | (
+            (kv_len[None, :] == my_len[:, None]) & (r[None, :] < mine[:, None])
+        )
+        before += tl.sum(tl.where(ahead, blocks[None, :], 0), 1)
+        total += tl.sum(blocks, 0)
+    tl.store(order + mine, before, mask=mine <= num_requests)
+    if tl.program_id(0) == 0:
+        tl.store(order + num_requests + 1, total)
+
+
+def order_rows(
+    seq_lens: Tensor,
+    query_start: Tensor,
+    num_tokens: int,
+    decoded_len: int,
+    pack: int,
+    rows: int,
+    order: Tensor,
+) -> None:
+    """Fill order int32 [R + 2 or more] for the Hopper prefill kernel: see `_order_kernel`."""
+    num_requests = seq_lens.shape[0]
+    _order_kernel[(triton.cdiv(num_requests + 1, 8),)](
+        seq_lens, query_start, order, num_requests, num_tokens, decoded_len,
+        PACK=pack, ROWS=rows, OWN=8, CHUNK=_REQUESTS_AT_ONCE,
+    )  # fmt: skip
+
+
 class Scoring(NamedTuple):
     """What happens to the products of query and key: see `attend`."""
 
@@ -135,6 +187,7 @@ class Workspace(NamedTuple):
 
     borders int32 [P + 1, 8]; parts int32 [R, 2]; acc float32 [P, HKV, B, 2, ROWS, padded head
     dim]; sums float32 [P, HKV, B, 2, 2, ROWS]; arrivals int32 [R, HKV, B], 0 between launches.
+    For the Hopper prefill kernel: order int32 [R + 2]; draws int32 [1], 0 between launches.
     """
 
     borders: Tensor
@@ -142,6 +195,8 @@ class Workspace(NamedTuple):
     acc: Tensor
     sums: Tensor
     arrivals: Tensor
+    order: Tensor
+    draws: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,6 +256,8 @@ class DecodePlan:
             arrivals=torch.zeros(
                 max_requests, num_kv_heads, row_blocks, dtype=torch.int32, device=device
             ),
+            order=torch.empty(max_requests + 2, dtype=torch.int32, device=device),
+            draws=torch.zeros(1, dtype=torch.int32, device=device),
         )
         return cls(
             num_heads, num_kv_heads, head_dim, max_query_len, sliding_window, batch_invariant,
@@ -222,12 +279,20 @@ class DecodePlan:
         )
 
     def update(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        """Plan a step, in two small launches; the metadata with this plan in place of its like.
+        """Plan a step, in two or three small launches.
 
-        The metadata must not change after that. Raises KernelArgumentError: more requests than the
-        plan was allocated for.
+        Returns the metadata with this plan in place of its like. The metadata must not change after
+        that. Raises KernelArgumentError: more requests than the plan was allocated for.
         """
         self.split(metadata.seq_lens, metadata.query_start)
+        if metadata.max_query_len > self.max_query_len:
+            lens, num_tokens = metadata.seq_lens, metadata.slot_mapping.shape[0]
+            order_rows(
+                lens, metadata.query_start, num_tokens,
+                short_limit(self.max_query_len, num_tokens, lens.shape[0], metadata.max_query_len),
+                packed_heads(self.num_heads // self.num_kv_heads), PREFILL_ROWS,
+                self.workspace.order,
+            )  # fmt: skip
         # No count outlives a step that was broken off. Also, it puts a kernel between this plan
         # and the first decode kernel, which may read the plan before the one ahead has ended.
         self.workspace.arrivals.zero_()
@@ -247,11 +312,12 @@ class DecodePlan:
             raise KernelArgumentError(
                 f"metadata: got {num_requests} requests, expected at most {limit}, the plan's"
             )
-        num_splits = self.workspace.acc.shape[0]
+        workspace = self.workspace
+        num_splits = workspace.acc.shape[0]
         _plan_kernel[(triton.cdiv(num_splits + 1, _SPLITS_AT_ONCE),)](
-            seq_lens, query_start, self.workspace.borders, self.workspace.parts, num_requests,
-            self.max_query_len, self.sliding_window or 0, num_splits,
-            KV_TILE=kv_tile(self.workspace), HAS_WINDOW=self.sliding_window is not None,
+            seq_lens, query_start, workspace.borders, workspace.parts, workspace.draws,
+            num_requests, self.max_query_len, self.sliding_window or 0, num_splits,
+            KV_TILE=kv_tile(workspace), HAS_WINDOW=self.sliding_window is not None,
             CHARGE=SEGMENT_CHARGE, WHOLE=self.batch_invariant,
             SPLITS=_SPLITS_AT_ONCE, CHUNK=_REQUESTS_AT_ONCE,
         )  # fmt: skip
@@ -267,6 +333,19 @@ def hopper_covers(head_dim: int, block_size: int, packed_rows: int) -> bool:
     """Whether `hopper_decode` has a kernel for such a cache and so many packed query rows."""
     blocks = block_size in (8, 16, 32) or block_size % 64 == 0
     return head_dim in (64, 128) and blocks and packed_rows <= 16
+
+
+def short_limit(decode_len: int, num_tokens: int, num_requests: int, max_query_len: int) -> int:
+    """Most new tokens of requests that are decoded: decode_len, or 0 for none at all where all
+    requests have as many, and more than that.
+    """
+    all_long = max_query_len > decode_len and num_tokens == num_requests * max_query_len
+    return 0 if all_long else decode_len
+
+
+def packed_heads(group: int) -> int:
+    """How many query heads the Hopper prefill kernel packs as rows of an item."""
+    return group if group & (group - 1) == 0 and group <= PREFILL_ROWS // 2 else 1
 
 
 def kv_tile(workspace: Workspace) -> int:

@@ -16,6 +16,34 @@ def write_kv(
             v_cache[slot // block_size, slot % block_size] = value[token]
 
 
+def rotate_and_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    positions: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    def transform(x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is not None:
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+        if cos_sin is not None and positions is not None:
+            cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+            half = cos.shape[-1]
+            low, high, rest = x.tensor_split((half, 2 * half), dim=-1)
+            x = torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
+        return x
+
+    write_kv(transform(key, k_norm), value, k_cache, v_cache, slot_mapping)
+    return transform(query, q_norm)
+
+
 def attend(
     query: Tensor,
     k_cache: Tensor,

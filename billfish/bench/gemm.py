@@ -1,0 +1,261 @@
+"""Times W4A16 matrix products against peers, in one process on one GPU.
+
+    python -m billfish.bench.gemm --out benchmarks/gemm.json [--peers DIR]
+    python -m billfish.bench.gemm --ablation --out benchmarks/ablation_gemm.json
+
+All implementations of a case are captured in CUDA graphs and replayed in turns, so that they meet
+the same clock and power state. Each call of a graph has its own copy of the weights, enough of them
+to miss the L2 cache; activations are warm. A time contains the gap between two kernels of a graph,
+a little under 1 us on an H200. Packing and compilation are outside. Results are checked against the
+float64 product; one that is off is marked and not timed.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from billfish.bench.gemm_peers import Maker, Product, makers
+from billfish.bench.turns import Call, time_in_turns
+from billfish.kernels import marlin
+from billfish.kernels.marlin import reference
+from billfish.kernels.marlin.configs import HopperConfig, hopper_config
+
+SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (8192, 28672), (57344, 8192))
+"""(N, K) of the projections of Llama 3 8B, and the two large ones of 70B."""
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+COLD_BYTES = 260_000_000  # four times the L2 of an H200
+
+
+def random_weights(n: int, k: int, group_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
+    scales = torch.rand(n, -(-k // group_size), device="cuda") * 0.01 + 0.002
+    return codes, scales.to(dtype)
+
+
+def billfish(codes: Tensor, scales: Tensor, group_size: int) -> Product:
+    weight = marlin.pack(codes, scales, group_size=group_size, dtype=scales.dtype)
+    return lambda x: marlin.w4a16_matmul(x, weight)
+
+
+def portable(codes: Tensor, scales: Tensor, group_size: int) -> Product:
+    """The Triton kernel, where the Hopper kernel would run."""
+    from billfish.kernels.marlin import triton_gemm
+    from billfish.kernels.marlin.configs import triton_config
+    from billfish.kernels.marlin.workspace import processor_count
+
+    units = marlin.pack(codes, scales, group_size=group_size, dtype=scales.dtype).codes
+    processors = processor_count(units.device)
+
+    def product(x: Tensor) -> Tensor:
+        config = triton_config(x.shape[0], units, processors)
+        return triton_gemm.launch(x, units, codes.shape[0], None, config, "symmetric")
+
+    return product
+
+
+def relative_error(y: Tensor, x: Tensor, codes: Tensor, scales: Tensor, group_size: int) -> float:
+    """||y - exact|| / ||exact||, a block of outputs at a time."""
+    off = total = 0.0
+    for rows in torch.arange(codes.shape[0], device=codes.device).split(4096):
+        weight = reference.dequantize(
+            codes[rows], scales[rows], None, None, None, group_size, torch.float64
+        )
+        exact = x.double() @ weight.t()
+        off += float((y[:, rows].double() - exact).square().sum())
+        total += float(exact.square().sum())
+    return (off / total) ** 0.5
+
+
+def weight_bytes(name: str, n: int, k: int, group_size: int) -> int:
+    return 2 * n * k if name == "cublas" else n * k // 2 + 2 * n * (k // group_size)
+
+
+def build(
+    shape: tuple[int, int], weights: tuple[Tensor, Tensor], group_size: int, peers: dict[str, Maker]
+) -> dict[str, list[Product]]:
+    """The products of each implementation, each over its own copy of the weights."""
+    products: dict[str, list[Product]] = {}
+    for name, maker in {"billfish": billfish, "portable": portable, **peers}.items():
+        count = min(40, -(-COLD_BYTES // weight_bytes(name, *shape, group_size)))
+        try:
+            products[name] = [maker(*weights, group_size) for _ in range(count)]
+        except Exception as error:
+            print(f"{name} {shape}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+    return products
+
+
+def run_case(
+    products: dict[str, list[Product]], weights: tuple[Tensor, Tensor], m: int, group_size: int
+) -> list[dict[str, Any]]:
+    """Rows of the result for one M: every product checked, the right ones timed in turns."""
+    codes, scales = weights
+    (n, k), dtype = codes.shape, scales.dtype
+    x = torch.randn(m, k, device="cuda").to(dtype)
+    errors: dict[str, float] = {}
+    for name, copies in products.items():
+        try:
+            errors[name] = relative_error(copies[0](x), x, codes, scales, group_size)
+        except Exception as problem:
+            print(f"{name} {n}x{k} M={m}: {type(problem).__name__}: {str(problem)[:200]}")
+    calls: dict[str, list[Call]] = {
+        name: [partial(product, x) for product in products[name]]
+        for name, error in errors.items()
+        if error < TOLERANCE[dtype]
+    }
+    times = time_in_turns(calls)
+    rows = []
+    for name, error in errors.items():
+        row: dict[str, Any] = {
+            "n": n, "k": k, "m": m, "dtype": str(dtype).removeprefix("torch."),
+            "group_size": group_size, "impl": name, "rel_err": round(error, 6),
+        }  # fmt: skip
+        if name in times:
+            us, spread = times[name]
+            moved = weight_bytes(name, n, k, group_size) + 2 * m * (n + k)
+            row |= {"us": round(us, 2), "spread": round(spread, 3), "gbps": round(moved / us / 1e3)}
+        rows.append(row)
+    return rows
+
+
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "stream_k": {"stream_k": False},
+    "early launch": {"pdl": False},
+    "double buffering": {"overlap": False, "carry": False},
+    "carried products": {"carry": False},
+    "deep queue": {"stages": 2},
+    "scale on sums": {"sum_scale": False},
+    "grouped raster": {"group_m": 1},
+    "several blocks a multiprocessor": {"blocks_per_sm": 1, "grid_per_sm": 1},
+}
+"""What turns each technique off."""
+
+
+def ablation(shape: tuple[int, int], m: int) -> list[dict[str, Any]]:
+    """Each technique that the configuration of this case uses, switched off in turn."""
+    from billfish.kernels.marlin import hopper_launch
+    from billfish.kernels.marlin.workspace import processor_count
+
+    n, k = shape
+    codes, scales = random_weights(n, k, 128, torch.float16)
+    copies = min(40, -(-COLD_BYTES // weight_bytes("billfish", n, k, 128)))
+    weights = [
+        marlin.pack(codes, scales, group_size=128, dtype=torch.float16).codes for _ in range(copies)
+    ]
+    x = torch.randn(m, k, device="cuda").half()
+    unit_shape: Any = tuple(weights[0].shape)
+    chosen = hopper_config(m, unit_shape, processor_count(x.device))
+    settings = {"all on": chosen}
+    for name, off in TECHNIQUES.items():
+        changed = replace(chosen, **off)
+        if changed != chosen:
+            settings[name] = changed
+
+    def calls(config: HopperConfig) -> list[Call]:
+        return [
+            partial(hopper_launch.launch, x, units, n, None, "symmetric", config)
+            for units in weights
+        ]
+
+    times = time_in_turns({name: calls(config) for name, config in settings.items()})
+    return [
+        {
+            "family": "marlin", "kernel": "hopper_gemm", "technique": name,
+            "setting": "on" if name == "all on" else "off", "case": f"{n}x{k} M={m}",
+            "us": round(us, 2), "bytes": weight_bytes("billfish", n, k, 128) + 2 * m * (n + k),
+        }
+        for name, (us, _) in times.items()
+    ]  # fmt: skip
+
+
+def host_cost(m: int = 1, calls: int = 300) -> dict[str, float]:
+    """Microseconds of host time a call of the public operation takes, outside a CUDA graph."""
+    codes, scales = random_weights(4096, 4096, 128, torch.float16)
+    product = billfish(codes, scales, 128)
+    x = torch.randn(m, 4096, device="cuda").half()
+    best = float("inf")
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            product(x)
+        best = min(best, (time.perf_counter() - begin) / calls * 1e6)
+    torch.cuda.synchronize()
+    return {"m": m, "host_us": round(best, 1)}
+
+
+def environment(arguments: Sequence[str]) -> dict[str, Any]:
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    return {
+        "device": torch.cuda.get_device_name(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": None if git.returncode else git.stdout.strip(),
+        "versions": {
+            "python": platform.python_version(), "torch": torch.__version__,
+            "triton": triton.__version__, "vllm": "0.23.0", "humming-kernels": "0.1.20",
+        },
+        "command": "python -m billfish.bench.gemm " + " ".join(arguments),
+    }  # fmt: skip
+
+
+def main(arguments: list[str]) -> None:
+    cli = argparse.ArgumentParser(description=__doc__)
+    cli.add_argument("--out", required=True, help="JSON file to write")
+    cli.add_argument("--peers", help="folder with the wheels and libraries of peers")
+    cli.add_argument("--rows", default="1,8,16,32,64,128,256,1024,4096", help="values of M")
+    cli.add_argument("--dtype", default="fp16", choices=sorted(DTYPES))
+    cli.add_argument("--group-size", type=int, default=128)
+    cli.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES))
+    cli.add_argument("--ablation", action="store_true", help="time techniques, not peers")
+    cli.add_argument("--time-limit", type=float, default=540, help="start no shape after (s)")
+    options = cli.parse_args(arguments)
+    rows = [int(m) for m in options.rows.split(",")]
+    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
+    result: dict[str, Any] = {**environment(arguments), "rows": []}
+    began = time.monotonic()
+    peers = {} if options.ablation else makers(options.peers, rows)
+    print(host_cost(), flush=True)
+    for n, k in shapes:
+        if time.monotonic() - began > options.time_limit:
+            print(f"out of time before {n}x{k}")
+            break
+        if options.ablation:
+            found = [row for m in rows for row in ablation((n, k), m)]
+        else:
+            group_size = options.group_size
+            weights = random_weights(n, k, group_size, DTYPES[options.dtype])
+            products = build((n, k), weights, group_size, peers)
+            found = [row for m in rows for row in run_case(products, weights, m, group_size)]
+            del products
+        torch.cuda.empty_cache()
+        print_rows(found)
+        result["rows"] += found
+        Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    """One line a case: microseconds of everything timed in it."""
+    lines: dict[Any, list[str]] = {}
+    for row in rows:
+        case = row.get("case") or f"{row['n']}x{row['k']} M={row['m']} {row['dtype']}"
+        name = row.get("impl") or row["technique"]
+        lines.setdefault(case, []).append(f"{name} {row.get('us', 'wrong')}")
+    for case, entries in lines.items():
+        print(case, " | ".join(entries), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,71 @@
+"""Timing of implementations of one thing, side by side."""
+
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+ROUNDS = 7
+
+Call = Callable[[], object]
+
+
+def capture(calls: Sequence[Call], at_least_us: float = 2000.0) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of whole rotations through `calls`, and how many calls it makes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        once = max(elapsed_us(lambda: [call() for call in calls]), 1.0)
+        rotations = max(1, min(int(at_least_us / once) + 1, 200 // len(calls) + 1))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(rotations):
+                for call in calls:
+                    call()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph, rotations * len(calls)
+
+
+def elapsed_us(call: Call) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3
+
+
+def summary(times: Sequence[float]) -> tuple[float, float]:
+    """Median, and (largest - smallest) / median."""
+    middle = statistics.median(times)
+    return middle, (max(times) - min(times)) / middle
+
+
+def time_in_turns(
+    impls: Mapping[str, Sequence[Call]], *, graphs: bool = True
+) -> dict[str, tuple[float, float]]:
+    """(median microseconds of a call, relative spread) of each; run in a new order every round.
+
+    The calls of an implementation do the same on different data. With `graphs` they are captured
+    and replayed; without, the first is called.
+    """
+    runs: dict[str, tuple[Call, int]] = {}
+    for name, calls in impls.items():
+        if calls and graphs:
+            graph, count = capture(calls)
+            runs[name] = (graph.replay, count)
+        elif calls:
+            runs[name] = (calls[0], 1)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    order = list(runs)
+    for turn in range(ROUNDS + 1):
+        random.shuffle(order)
+        for name in order:
+            run, count = runs[name]
+            us = elapsed_us(run) / count
+            if turn:  # the first round warms up
+                times[name].append(us)
+    return {name: summary(values) for name, values in times.items()}

@@ -1,0 +1,80 @@
+"""What of a request is checked before the engine takes it, the vocabulary known."""
+
+from collections.abc import Sequence
+
+from billfish.errors import InvalidRequestError
+from billfish.sampling_params import SamplingParams
+
+MAX_CACHE_SALT_LENGTH = 1024
+
+TokenSequences = Sequence[Sequence[int]]
+
+
+def check_token_range(parameter: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
+    """InvalidRequestError unless all are integers in 0..vocab_size - 1."""
+    if not token_ids:
+        return
+    if set(map(type, token_ids)) != {int}:
+        wrong = next(i for i, token_id in enumerate(token_ids) if type(token_id) is not int)
+        raise InvalidRequestError(
+            parameter, f"must hold only integers, got {token_ids[wrong]!r} at index {wrong}"
+        )
+    for token_id in (min(token_ids), max(token_ids)):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(
+                parameter,
+                f"token id {token_id} at index {token_ids.index(token_id)} is not in the "
+                f"vocabulary, 0..{vocab_size - 1}",
+            )
+
+
+def check_sampling(
+    params: SamplingParams,
+    stop_ids: frozenset[int],
+    bad_word_ids: TokenSequences,
+    vocab_size: int,
+) -> tuple[tuple[int, ...], ...]:
+    """bad_word_ids as tuples. stop_ids: all token ids that end the request.
+
+    InvalidRequestError for a token id outside the vocabulary, for bad words without their token
+    ids, which only a tokenizer knows, and where options leave no token to begin with.
+    """
+    check_token_range("stop_token_ids", params.stop_token_ids, vocab_size)
+    check_token_range("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    check_token_range("logit_bias", tuple(params.logit_bias), vocab_size)
+    if bool(params.bad_words) != bool(bad_word_ids):
+        raise InvalidRequestError("bad_words", "must come with their token ids, and only so")
+    sequences = tuple(map(tuple, bad_word_ids))
+    for sequence in sequences:
+        if not sequence:
+            raise InvalidRequestError("bad_words", "one of them has no tokens")
+        check_token_range("bad_words", sequence, vocab_size)
+    banned = {sequence[0] for sequence in sequences if len(sequence) == 1}
+    if params.min_tokens:
+        banned |= stop_ids
+    if params.allowed_token_ids is not None and banned.issuperset(params.allowed_token_ids):
+        raise InvalidRequestError(
+            "allowed_token_ids", "bad_words and min_tokens leave none of them to choose"
+        )
+    return sequences
+
+
+def check_min_tokens(params: SamplingParams, max_tokens: int) -> None:
+    """max_tokens: as many as may be generated, resolved."""
+    if params.min_tokens > max_tokens:
+        raise InvalidRequestError(
+            "min_tokens", f"{params.min_tokens} do not fit: {max_tokens} is the most"
+        )
+
+
+def check_cache_salt(cache_salt: str | None) -> None:
+    """InvalidRequestError unless it is None or a text of 1 to MAX_CACHE_SALT_LENGTH characters."""
+    if cache_salt is None:
+        return
+    if not isinstance(cache_salt, str):
+        raise InvalidRequestError("cache_salt", f"must be a string, got {cache_salt!r}")
+    if not 0 < len(cache_salt) <= MAX_CACHE_SALT_LENGTH:
+        raise InvalidRequestError(
+            "cache_salt",
+            f"must have 1 to {MAX_CACHE_SALT_LENGTH} characters, got {len(cache_salt)}",
+        )

@@ -1,0 +1,202 @@
+"""W4A16 on an NVIDIA GPU: packs weights into units, checks the device, picks a kernel and a tiling.
+
+Layouts are named after what a unit holds and how columns are ordered:
+
+    units-symmetric, units-integer, units-offset      stored order as it is, or permuted by `perm`
+    sliced-symmetric, sliced-integer, sliced-offset   groups of unequal size (a slice of an
+              act-order matrix): each is padded to slices of 16 columns; `perm` [K'] says which
+              column of X a stored column takes, K (one past the last) for padding
+"""
+
+import warnings
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from billfish.errors import KernelArgumentError
+from billfish.kernels._library import bad_argument
+from billfish.kernels.marlin.configs import triton_config
+from billfish.kernels.marlin.packing import pack_units, unpack_units
+from billfish.kernels.marlin.workspace import processor_count
+
+if TYPE_CHECKING:
+    from billfish.kernels.marlin.weight import PackedWeight
+
+_SLICE = 16
+MAX_ROWS = 1 << 20
+"""Rows of x in one call."""
+
+
+def pack(
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    offsets: Tensor | None,
+    *,
+    group_size: int,
+    dtype: torch.dtype,
+    g_idx: Tensor | None,
+) -> dict[str, Any]:
+    """The fields of a PackedWeight that belong to the layout.
+
+    codes are in stored order; g_idx is given where that order does not make groups contiguous.
+    """
+    if dtype == torch.float32:
+        raise bad_argument("dtype", dtype, "bfloat16 or float16 on a GPU")
+    zero_point = "integer" if zeros is not None else "offset" if offsets is not None else None
+    zeros = offsets if zeros is None else zeros
+    fields: dict[str, Any] = {"scales": scales.new_empty(0, dtype=dtype)}
+    kind = "units"
+    if g_idx is not None:
+        kind = "sliced"
+        fields["perm"], group = _slices(g_idx, scales.shape[1])
+        codes = torch.nn.functional.pad(codes, (0, 1)).index_select(1, fields["perm"])
+        scales = scales.index_select(1, group)
+        zeros = None if zeros is None else zeros.index_select(1, group)
+        group_size = _SLICE
+    fields["layout"] = f"{kind}-{zero_point or 'symmetric'}"
+    fields["codes"] = pack_units(codes, scales, zeros, group_size, dtype)
+    return fields
+
+
+def _slices(g_idx: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """(perm [K'], group of each slice [K' / 16]) for columns of groups g_idx [K].
+
+    Every group gets at least one slice, so that its scale is kept.
+    """
+    in_order, columns = g_idx.long().sort(stable=True)
+    counts = torch.bincount(in_order, minlength=groups)
+    slices = (-(-counts // _SLICE)).clamp(min=1)
+    first = _SLICE * (slices.cumsum(0) - slices)
+    rank = torch.arange(len(columns), device=g_idx.device) - (counts.cumsum(0) - counts)[in_order]
+    perm = torch.full((_SLICE * int(slices.sum()),), len(columns), device=g_idx.device)
+    perm[first[in_order] + rank] = columns
+    group = torch.arange(groups, device=g_idx.device).repeat_interleave(slices)
+    return perm, group
+
+
+def unpack(weight: "PackedWeight") -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """See PackedWeight.unpack."""
+    kind, _, zero_point = weight.layout.partition("-")
+    sliced = kind == "sliced"
+    k = weight.k if weight.perm is None else weight.perm.numel()
+    group_size = _SLICE if sliced else weight.group_size
+    has_zeros = zero_point != "symmetric"
+    stored, scales, zeros = unpack_units(
+        weight.codes, weight.n, k, group_size, has_zeros, weight.dtype
+    )
+    codes = stored
+    if weight.perm is not None:
+        live = weight.perm < weight.k
+        codes = stored.new_empty(weight.n, weight.k)
+        codes.index_copy_(1, weight.perm[live], stored[:, live])
+    if sliced:
+        assert weight.g_idx is not None
+        # The slices of a group are neighbours: take the first of each.
+        _, group = _slices(weight.g_idx, _group_count(weight))
+        starts = torch.searchsorted(group, torch.arange(_group_count(weight), device=group.device))
+        scales = scales[:, starts]
+        zeros = None if zeros is None else zeros[:, starts]
+    if zero_point == "integer":
+        assert zeros is not None
+        return codes, scales, zeros.to(torch.uint8), None
+    return codes, scales, None, zeros
+
+
+def _group_count(weight: "PackedWeight") -> int:
+    """Groups that a sliced weight was packed with."""
+    assert weight.g_idx is not None
+    assert weight.perm is not None
+    slices = weight.perm.numel() // _SLICE
+    groups = int(weight.g_idx.max()) + 1
+    used = int((-(-torch.bincount(weight.g_idx, minlength=groups) // _SLICE)).clamp(min=1).sum())
+    return groups + slices - used  # each group past the last one that has columns took one slice
+
+
+def w4a16_matmul(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    offsets: Tensor | None,
+    g_idx: Tensor | None,
+    perm: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    group_size: int,
+    layout: str,
+) -> Tensor:
+    """The operation on a CUDA device. Everything about the weight is in `codes`, the units."""
+    rows = x.reshape(-1, x.shape[-1])
+    if perm is not None:
+        if layout.startswith("sliced"):
+            rows = torch.nn.functional.pad(rows, (0, 1))
+        rows = rows.index_select(1, perm)
+    if rows.shape[0] > MAX_ROWS:
+        raise bad_argument("x", tuple(x.shape), f"at most {MAX_ROWS} rows")
+    if rows.shape[0] == 0:
+        return x.new_empty((*x.shape[:-1], n))
+    zero_point = layout.partition("-")[2]
+    bias = None if bias is None else bias.contiguous()
+    if x.device.index == torch.cuda.current_device():
+        y = multiply(rows, codes, n, bias, zero_point)
+    else:
+        with torch.cuda.device(x.device):
+            y = multiply(rows, codes, n, bias, zero_point)
+    return y.view(*x.shape[:-1], n)
+
+
+def multiply(x: Tensor, units: Tensor, n: int, bias: Tensor | None, zero_point: str) -> Tensor:
+    """Y [M, n] = X [M, K] W^T + bias on the current device, by the kernel for it."""
+    m = x.shape[0]
+    if _runs_hopper_kernel(x.device):
+        from billfish.kernels.marlin import hopper_launch
+
+        return hopper_launch.launch(aligned_rows(x), units, n, bias, zero_point)
+    from billfish.kernels.marlin import triton_gemm
+
+    tiling = triton_config(m, units, processor_count(x.device))
+    x = x if x.stride(1) == 1 else x.contiguous()
+    return triton_gemm.launch(x, units, n, bias, tiling, zero_point)
+
+
+@cache
+def _runs_hopper_kernel(device: torch.device) -> bool:
+    """Whether the device and the installed Triton take the Gluon kernel.
+
+    Raises KernelArgumentError below compute capability 8.0.
+    """
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        name = torch.cuda.get_device_name(device)
+        raise KernelArgumentError(
+            f"W4A16 matrix products need a GPU of compute capability 8.0 or newer; {name} has "
+            f"{capability[0]}.{capability[1]}"
+        )
+    if capability != (9, 0):
+        return False
+    from billfish.kernels.gluon_compat import TRITON_VERSION, gluon_supported
+
+    if not gluon_supported():
+        version = ".".join(map(str, TRITON_VERSION))
+        warnings.warn(
+            f"Triton {version} is not one that the Hopper kernels support: the portable kernels "
+            "run instead, slower",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def aligned_rows(x: Tensor) -> Tensor:
+    """x [M, K], copied if need be so that TMA can read it: unit stride, rows on 16 bytes."""
+    m, k = x.shape
+    itemsize = x.element_size()
+    aligned = x.data_ptr() % 16 == 0 and x.stride(0) * itemsize % 16 == 0
+    if aligned and x.stride(1) == 1 and x.stride(0) >= k:
+        return x
+    padded = x.new_empty(m, -(-k * itemsize // 16) * 16 // itemsize)[:, :k]
+    return padded.copy_(x)

@@ -1,0 +1,158 @@
+"""Every shipped form of the GEMM kernels, compiled without a GPU, and its machine code read."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+
+from billfish.kernels.gluon_compat import gluon_supported
+from billfish.kernels.marlin import configs, triton_gemm
+from billfish.kernels.marlin.configs import HopperConfig, TritonConfig
+from billfish.kernels.marlin.packing import unit_words
+from tests.compile.offline import MachineCode, fake_device, machine_code
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("compiles, so not with TRITON_INTERPRET=1", allow_module_level=True)
+if not gluon_supported():
+    pytest.skip("this Triton release is not one the Gluon kernels support", allow_module_level=True)
+
+from billfish.kernels.marlin import hopper_launch, hopper_plan
+from billfish.kernels.marlin.hopper_gemm import w4a16_hopper
+
+PROCESSORS = 132
+SHARED_MEMORY = 232448  # bytes a block may use on sm_90
+DTYPES = (torch.float16, torch.bfloat16)
+KINDS = tuple(itertools.product((128, 64, 32, 16), ("symmetric", "integer", "offset"), DTYPES))
+
+# Bytes that the assembler may spill, by (rows, consumers, tile_m); the larger figure is that of
+# Triton 3.7's assembler. These kernels trade a few registers for another block or for two more
+# consumers a multiprocessor, or for the widest tile, and were the fastest on an H200 for all that.
+SPILLS = {(128, 1, 16): 20, (64, 2, 32): 8, (64, 4, 64): 288, (64, 2, 256): 48}
+
+
+def units_for(n, k, group_size, zero_point):
+    return -(-n // 64), -(-k // 128), unit_words(group_size, zero_point != "symmetric")
+
+
+def shipped_configs() -> list[HopperConfig]:
+    """Every kernel that the heuristic chooses for some shape; the grid is not part of a kernel."""
+    shapes = [(64, 128), (4096, 4096), (4096, 14336), (28672, 4096), (8192, 28672), (57344, 8192)]
+    rows = [1, 9, 17, 33, 65, 100, 200, 256, 500, 1024, 4096, 8192]
+    chosen = (
+        configs.hopper_config(m, units_for(n, k, 128, "symmetric"), PROCESSORS)
+        for m, (n, k) in itertools.product(rows, shapes)
+    )
+    return list(dict.fromkeys(replace(config, grid_per_sm=1) for config in chosen))
+
+
+def cases():
+    """Groups of 128 for every configuration and dtype, and two other kinds of weights in turn."""
+    other = itertools.cycle(kind for kind in KINDS if kind[:2] != (128, "symmetric"))
+    for config in shipped_configs():
+        kinds = [(128, "symmetric", dtype) for dtype in DTYPES]
+        kinds += [next(other) for _ in range(2)]
+        for group_size, zero_point, dtype in kinds:
+            yield config, group_size, zero_point, dtype
+
+
+def compile_hopper(config, group_size, zero_point, dtype, bias=False) -> tuple[MachineCode, int]:
+    """(machine code, bytes of shared memory) of the kernel that a launch would run."""
+    m, n, k = config.tile_m + 1 if config.tile_m > 64 else config.tile_m, 512, 512
+    shape = units_for(n, k, group_size, zero_point)
+    plan = hopper_plan.plan(m, n, shape, zero_point, dtype, bias, PROCESSORS, config)
+    x, y = torch.empty(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
+    units = torch.empty(shape, dtype=torch.int32)
+    memory = (y, y, torch.empty(4), torch.empty(4, dtype=torch.int32))
+    arguments = (*hopper_launch.descriptors(plan, x, units), *memory, *plan.numbers)
+    with fake_device(90):
+        kernel = w4a16_hopper.warmup(*arguments, **plan.constants, **plan.options, grid=(1,))
+    return machine_code(kernel), kernel.metadata.shared
+
+
+def test_heuristic_is_one_of_few():
+    """The shipped set stays small enough to compile and to test all of it."""
+    assert 5 <= len(shipped_configs()) <= 16
+
+
+@pytest.mark.parametrize(("config", "group_size", "zero_point", "dtype"), list(cases()))
+def test_hopper_kernel(config, group_size, zero_point, dtype):
+    code, shared = compile_hopper(config, group_size, zero_point, dtype)
+    units = config.rows // 64
+    # 128 columns of a stage take 8 instructions of 16 columns for each 64 rows.
+    assert code.count("HGMMA") == 8 * units * config.consumers
+    # The codes of a unit are two loads of 16 bytes a thread.
+    assert code.count("LDS.128") >= 2 * units * config.consumers
+    assert not code.undefined_descriptors
+    assert not code.serialized
+    key = (config.rows, config.consumers, config.tile_m)
+    assert code.spill_bytes <= SPILLS.get(key, 0)
+    assert shared <= SHARED_MEMORY
+    assert config.blocks_per_sm * (shared + 1024) <= 228 * 1024
+    assert config.blocks_per_sm * code.registers * 32 * (4 * config.consumers + 4) <= 65536
+
+
+@pytest.mark.parametrize("technique", ["overlap", "stream_k", "pdl", "carry", "sum_scale"])
+def test_techniques_can_be_switched_off(technique):
+    """Each technique is a switch of the same kernel: turned around, it still compiles well."""
+    base = {"rows": 64, "consumers": 2, "tile_m": 16, "stages": 4}
+    on = {"carry": {"carry": True, "sum_scale": False}}.get(technique, {technique: True})
+    off = {"carry": {"carry": False, "sum_scale": False}}.get(technique, {technique: False})
+    codes = []
+    for setting in (on, off):
+        config = HopperConfig(**base, **setting)
+        code, _ = compile_hopper(config, 128, "symmetric", torch.float16)
+        assert not code.serialized
+        assert code.count("HGMMA") == 16
+        codes.append(code)
+    if technique == "pdl":
+        assert "ACQBULK" in codes[0].sass
+        assert "ACQBULK" not in codes[1].sass
+    elif technique != "stream_k":  # the division of the work is the host's
+        assert codes[0].sass != codes[1].sass
+
+
+def test_bias_is_compiled_in():
+    config = HopperConfig(rows=64, consumers=1, tile_m=8, stages=4)
+    code, _ = compile_hopper(config, 32, "integer", torch.bfloat16, bias=True)
+    assert code.count("HGMMA") == 8
+    assert not code.spill_bytes
+
+
+ARCHITECTURES = {
+    80: ("sm_80", "HMMA"),
+    89: ("sm_89", "HMMA"),
+    90: ("sm_90a", "HGMMA"),
+    100: ("sm_100a", "UTCHMMA"),
+}
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("config", "group_size", "zero_point", "dtype"),
+    [
+        (TritonConfig(rows=64, tile_m=16, split=4, stages=4), 128, "symmetric", torch.float16),
+        (TritonConfig(rows=128, tile_m=32, split=1, stages=4), 32, "integer", torch.bfloat16),
+        (TritonConfig(rows=64, tile_m=64, split=2, stages=3), 16, "offset", torch.float16),
+    ],
+)
+def test_triton_kernel(capability, config, group_size, zero_point, dtype):
+    m, n, k = config.tile_m, 512, 512
+    units = torch.empty(units_for(n, k, group_size, zero_point), dtype=torch.int32)
+    x, y = torch.empty(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
+    scratch = torch.empty(4), torch.empty(4, dtype=torch.int32)
+    arguments, keywords = triton_gemm.arguments(x, units, y, None, *scratch, config, zero_point)
+    with fake_device(capability):
+        kernel = triton_gemm.w4a16_triton.warmup(*arguments, **keywords, grid=(1, 1, 1))
+    arch, instruction = ARCHITECTURES[capability]
+    code = machine_code(kernel, arch)
+    assert code.count(instruction) > 0
+    assert code.count("LDS.128") > 0
+    assert not code.spill_bytes
+    assert not code.undefined_descriptors
+    # sm_86, sm_89 and sm_120 allow a block 99 KiB.
+    assert kernel.metadata.shared <= 101376

@@ -1,0 +1,43 @@
+"""What tests of several folders need, and what they do where it is missing."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from billfish.checkpoint.locate import DEMO_MODEL, locate
+from billfish.errors import CheckpointError
+
+VOCABULARIES = Path(__file__).parents[1] / ".cache" / "vocabs"
+
+
+def lacking(what: str) -> None:
+    """Skip for want of something, except where nothing may be wanting."""
+    if os.environ.get("CI"):
+        pytest.fail(f"CI must have it: {what}")
+    pytest.skip(what)
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """The demo model's GGUF file."""
+    try:
+        return locate(DEMO_MODEL)
+    except CheckpointError as error:
+        lacking(str(error))
+        raise
+
+
+def vocabulary_path(name: str) -> Path:
+    """A vocabulary with expected token ids; see tests/fetch_vocabularies.py."""
+    path = VOCABULARIES / name
+    if not path.exists():
+        lacking(f"{name} is not in .cache/vocabs: run `make test` where a package index is reached")
+    return path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that load the demo model are marked by the fixtures they use."""
+    for item in items:
+        if "model_path" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.model)

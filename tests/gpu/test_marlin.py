@@ -1,0 +1,416 @@
+"""W4A16 products on a GPU, element by element against the float64 product of the exact weights.
+
+Every configuration that ships is forced over small shapes; the shapes that a model has, and every
+boundary of the heuristic, go through the public operation.
+"""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from billfish.errors import KernelArgumentError
+from billfish.kernels import marlin
+from billfish.kernels.marlin import reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+HALVES = (torch.float16, torch.bfloat16)
+ROWS = (
+    *range(10), 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 118, 127, 128, 129, 176, 177, 255,
+    256, 257, 1000, 4090, 8192,
+)  # fmt: skip
+OUTPUTS = (8, 16, 32, 48, 64, 72, 96, 192, 576, 1856, 4096, 4104, 28672, 128256, 152064)
+INPUTS = (16, 32, 64, 128, 192, 464, 576, 704, 1408, 4096, 4128, 7392, 11008, 14336, 20480)
+
+
+def is_hopper():
+    return torch.cuda.get_device_capability() == (9, 0)
+
+
+class Matrix:
+    """A random INT4 matrix: its parameters, packed, and the exact weights in float64."""
+
+    def __init__(self, n, k, group_size=128, zero_point="symmetric", dtype=torch.float16, seed=0,
+                 order="plain", spread=0.01):  # fmt: skip
+        rng = torch.Generator("cuda").manual_seed(seed)
+        groups = 1 if group_size == -1 else -(-k // group_size)
+        self.g_idx = None
+        if order != "plain":
+            columns = torch.randperm(k, generator=rng, device="cuda")
+            self.g_idx = (columns if group_size == -1 else columns // group_size) % groups
+        if order == "slice":
+            self.g_idx = torch.randint(0, groups, (k,), generator=rng, device="cuda")
+        self.codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=rng, device="cuda")
+        scales = torch.rand(n, groups, generator=rng, device="cuda") * spread + spread / 2
+        self.scales = scales.to(dtype)
+        zeros = torch.randint(0, 16, (n, groups), generator=rng, device="cuda").to(torch.uint8)
+        offsets = (torch.randn(n, groups, generator=rng, device="cuda") * 4 * spread).to(dtype)
+        self.zeros = zeros if zero_point == "integer" else None
+        self.offsets = offsets if zero_point == "offset" else None
+        self.group_size, self.dtype = group_size, dtype
+
+    def packed(self):
+        return marlin.pack(
+            self.codes, self.scales, zeros=self.zeros, offsets=self.offsets, g_idx=self.g_idx,
+            group_size=self.group_size, dtype=self.dtype,
+        )  # fmt: skip
+
+    def exact(self):
+        return reference.dequantize(
+            self.codes, self.scales, self.zeros, self.offsets, self.g_idx, self.group_size,
+            torch.float64,
+        )  # fmt: skip
+
+
+def check(y, x, weight, bias=None):
+    """Every element within the rounding of a weight, of an output, and of fp32 sums.
+
+    Rounding each weight to dtype moves y by at most u * |x| |W|, rounding y by u * |y|; float32
+    sums are finer by far. The bound is by element: an average would hide one wrong column.
+    """
+    unit = UNIT_ROUNDOFF[y.dtype]
+    expected = x.double() @ weight.T
+    magnitude = x.double().abs() @ weight.abs().T
+    if bias is not None:
+        expected += bias.double()
+        magnitude += bias.double().abs()
+    # Weights and outputs may be subnormal: then half of the smallest number bounds the rounding.
+    tiny = torch.finfo(y.dtype).smallest_normal * unit
+    bound = unit * (magnitude + expected.abs()) + tiny * (1 + x.double().abs().sum(1, keepdim=True))
+    error = (y.double() - expected).abs()
+    assert y.shape == expected.shape
+    assert bool((error <= bound).all()), f"worst error / bound: {(error / bound).max().item():.3g}"
+
+
+def activations(m, k, dtype, seed=0):
+    rng = torch.Generator("cuda").manual_seed(seed + 1)
+    return torch.randn(m, k, generator=rng, device="cuda").to(dtype)
+
+
+def sample():
+    """A seeded sample of rows x outputs x inputs in which every value of each appears."""
+    rng = random.Random(7)
+    picks = []
+    for values, place in ((ROWS, 0), (OUTPUTS, 1), (INPUTS, 2)):
+        for value in values:
+            case = [rng.choice(ROWS), rng.choice(OUTPUTS[:12]), rng.choice(INPUTS[:11])]
+            case[place] = value
+            if place == 1 and value > 28672:
+                case[0], case[2] = rng.choice(ROWS[:20]), rng.choice(INPUTS[:9])
+            picks.append(tuple(case))
+    return picks
+
+
+@pytest.mark.parametrize("zero_point", ["symmetric", "integer", "offset"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_shapes(zero_point, dtype):
+    kinds = itertools.cycle((128, 64, 32, 16, -1))
+    for index, (m, n, k) in enumerate(sample()):
+        matrix = Matrix(n, k, next(kinds), zero_point, dtype, seed=index)
+        bias = activations(1, n, dtype, index)[0] if index % 3 == 0 else None
+        x = activations(m, k, dtype, index)
+        check(marlin.w4a16_matmul(x, matrix.packed(), bias), x, matrix.exact(), bias)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257])
+def test_boundaries_of_the_heuristic(m, dtype):
+    """Sizes on both sides of each change of configuration."""
+    for n, k in [(2368, 4096), (2560, 8192), (9000, 8192), (28672, 8192)]:
+        matrix = Matrix(n, k, 128, dtype=dtype, seed=m)
+        x = activations(m, k, dtype, m)
+        check(marlin.w4a16_matmul(x, matrix.packed()), x, matrix.exact())
+
+
+def forced_configs():
+    from billfish.kernels.marlin.configs import HopperConfig
+    from tests.compile.test_marlin_compile import shipped_configs
+
+    switches = ("overlap", "stream_k", "pdl", "sum_scale")
+    plain = [
+        HopperConfig(rows=64, consumers=2, tile_m=16, stages=4, **{s: False}) for s in switches
+    ]
+    return [*shipped_configs(), *plain]
+
+
+@pytest.mark.parametrize("zero_point", ["symmetric", "integer", "offset"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_configuration(dtype, zero_point):
+    """Each shipped kernel over the same data, with group sizes and shapes in turn."""
+    if not is_hopper():
+        pytest.skip("needs a GPU of compute capability 9.0")
+    from billfish.kernels.marlin import gpu, hopper_launch
+
+    shapes = itertools.cycle([(5, 576, 1408), (300, 200, 464), (64, 4104, 1024), (33, 96, 7392)])
+    kinds = itertools.cycle((128, 32, -1, 64, 16))
+    for config in forced_configs():
+        (m, n, k), group_size = next(shapes), next(kinds)
+        matrix = Matrix(n, k, group_size, zero_point, dtype)
+        x = activations(m, k, dtype)
+        bias = activations(1, n, dtype, 5)[0]
+        rows = gpu.aligned_rows(x)
+        y = hopper_launch.launch(rows, matrix.packed().codes, n, bias, zero_point, config)
+        check(y, x, matrix.exact(), bias)
+
+
+@pytest.mark.parametrize("zero_point", ["symmetric", "integer", "offset"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_portable_kernel(dtype, zero_point):
+    """The Triton kernel, which other GPUs run, over the same packed copy."""
+    from billfish.kernels.marlin import triton_gemm
+    from billfish.kernels.marlin.configs import triton_config
+
+    for index, group_size in enumerate((128, 64, 32, 16, -1)):
+        for m, n, k in [(1, 4096, 1408), (16, 96, 464), (33, 576, 4096), (300, 1856, 704)]:
+            matrix = Matrix(n, k, group_size, zero_point, dtype, seed=index)
+            x = activations(m, k, dtype, index)
+            units = matrix.packed().codes
+            config = triton_config(m, units, 132)
+            y = triton_gemm.launch(x, units, n, None, config, zero_point)
+            check(y, x, matrix.exact())
+
+
+@pytest.mark.parametrize("order", ["act-order", "slice"])
+@pytest.mark.parametrize("zero_point", ["symmetric", "integer", "offset"])
+def test_act_order(order, zero_point):
+    for dtype, (n, k, group_size) in itertools.product(HALVES, [(576, 704, 64), (96, 4096, 128)]):
+        matrix = Matrix(n, k, group_size, zero_point, dtype, order=order)
+        for m in (1, 40):
+            x = activations(m, k, dtype)
+            check(marlin.w4a16_matmul(x, matrix.packed()), x, matrix.exact())
+
+
+@pytest.mark.parametrize("zero_point", ["symmetric", "integer", "offset"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_one_hot_rows_give_back_the_weights(dtype, zero_point):
+    """Bit for bit: the rounded product of scale and code, and nothing of its neighbours."""
+    for group_size in (128, 16):
+        matrix = Matrix(200, 464, group_size, zero_point, dtype)
+        y = marlin.w4a16_matmul(torch.eye(464, device="cuda", dtype=dtype), matrix.packed())
+        assert torch.equal(y, matrix.exact().to(dtype).T)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_extreme_scales(dtype):
+    """Scales of zero, subnormal, large and negative."""
+    matrix = Matrix(64, 512, 128, dtype=dtype)
+    small = torch.finfo(dtype).smallest_normal / 4
+    matrix.scales[:, 0], matrix.scales[:, 1] = 0.0, small
+    matrix.scales[:, 2], matrix.scales[:, 3] = 100.0, -0.01
+    for m in (1, 17, 100):
+        x = activations(m, 512, dtype)
+        check(marlin.w4a16_matmul(x, matrix.packed()), x, matrix.exact())
+
+
+def test_overflow_and_subnormal_activations():
+    matrix = Matrix(128, 256, 128, dtype=torch.float16, spread=1.0)
+    packed, exact = matrix.packed(), matrix.exact()
+    x = activations(4, 256, torch.float16)
+    x[0], x[1] = 65504.0, -65504.0
+    x[2] = 3e-8  # subnormal
+    y = marlin.w4a16_matmul(x, packed)
+    dense = x.float() @ exact.float().T
+    assert torch.equal(y.isinf(), dense.half().isinf())
+    check(y[2:], x[2:], exact)
+    big = Matrix(128, 256, 128, dtype=torch.bfloat16)
+    x = torch.full((2, 256), 1e30, device="cuda", dtype=torch.bfloat16)
+    check(marlin.w4a16_matmul(x, big.packed()), x, big.exact())
+
+
+@pytest.mark.parametrize("m", [4, 20, 70, 300])
+def test_bad_values_stay_in_their_row(m):
+    matrix = Matrix(576, 704, 64, "integer")
+    packed = matrix.packed()
+    x = activations(m, 704, torch.float16)
+    clean = marlin.w4a16_matmul(x, packed)
+    bad = x.clone()
+    bad[1, 3], bad[2, 700] = float("nan"), float("inf")
+    y = marlin.w4a16_matmul(bad, packed)
+    others = [i for i in range(m) if i not in (1, 2)]
+    assert torch.equal(y[others], clean[others])
+    assert y[1].isnan().all()
+    assert not y[2].isfinite().any()
+
+
+def test_layouts_of_activations():
+    """Strided, offset and 3-D inputs, one row, no row; inputs are left as they were."""
+    matrix = Matrix(192, 464, 16)
+    packed, exact = matrix.packed(), matrix.exact()
+    wide = activations(40, 1000, torch.float16)
+    for x in (
+        wide[:, :464], wide[:, 3:467], wide[::3, 8:472], wide[:7, ::2][:, :464],
+        wide[:, :464].t().contiguous().t(), wide[:1, :464].expand(9, 464),
+    ):  # fmt: skip
+        before = wide.clone()
+        check(marlin.w4a16_matmul(x, packed), x, exact)
+        assert torch.equal(wide, before)
+    x = activations(24, 464, torch.float16).view(2, 3, 4, 464)
+    y = marlin.w4a16_matmul(x, packed)
+    assert y.shape == (2, 3, 4, 192)
+    check(y.view(24, 192), x.view(24, 464), exact)
+    assert marlin.w4a16_matmul(wide[:0, :464], packed).shape == (0, 192)
+    assert marlin.w4a16_matmul(wide[0, :464], packed).shape == (192,)
+
+
+def test_odd_width():
+    """K that is no multiple of 8: rows that TMA cannot read are copied."""
+    matrix = Matrix(72, 203, 32)
+    x = activations(9, 203, torch.float16)
+    check(marlin.w4a16_matmul(x, matrix.packed()), x, matrix.exact())
+
+
+@pytest.mark.parametrize("m", [1, 5, 63, 65, 200])
+def test_nothing_outside_the_output_is_written(m, monkeypatch):
+    """The output is carved from marked memory; what lies around it stays."""
+    n, k, margin = 72, 4096, 4096
+    matrix = Matrix(n, k, 128)
+    packed = matrix.packed()
+    x = activations(m, k, torch.float16)
+    marlin.w4a16_matmul(x, packed)
+    arena = torch.full((m * n + 2 * margin,), 777.0, device="cuda", dtype=torch.float16)
+    out = arena[margin:-margin].view(m, n)
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, **kw: out if size == ((m, n),) else empty(*size, **kw)
+    )
+    y = marlin.w4a16_matmul(x, packed)
+    monkeypatch.undo()
+    assert y.data_ptr() == out.data_ptr()
+    assert (arena[:margin] == 777).all()
+    assert (arena[-margin:] == 777).all()
+    check(y, x, matrix.exact())
+
+
+def test_round_trip_and_moves():
+    for order, zero_point in itertools.product(
+        ("plain", "act-order", "slice"), ("symmetric", "integer", "offset")
+    ):
+        matrix = Matrix(130, 320, 32, zero_point, torch.bfloat16, order=order)
+        packed = matrix.packed()
+        codes, scales, zeros, offsets = packed.unpack()
+        assert torch.equal(codes, matrix.codes)
+        assert torch.equal(scales, matrix.scales)
+        assert zeros is None or torch.equal(zeros, matrix.zeros)
+        assert offsets is None or torch.equal(offsets, matrix.offsets)
+        back = packed.to("cpu").to("cuda")
+        assert torch.equal(back.unpack()[0], matrix.codes)
+
+
+def test_graph_replay_with_other_inputs():
+    matrix = Matrix(4096, 4096, 128)
+    packed, exact = matrix.packed(), matrix.exact()
+    for m in (1, 64, 200):
+        x = activations(m, 4096, torch.float16)
+        graph = torch.cuda.CUDAGraph()
+        marlin.w4a16_matmul(x, packed)
+        with torch.cuda.graph(graph):
+            y = marlin.w4a16_matmul(x, packed)
+            z = marlin.w4a16_matmul(y, packed)  # depends on the product before it
+        for seed in range(3):
+            x.copy_(activations(m, 4096, torch.float16, seed))
+            graph.replay()
+            torch.cuda.synchronize()
+            check(y, x, exact)
+            check(z, y, exact)
+
+
+def test_two_graphs_and_a_stream_at_once():
+    """Counters of arrivals are not shared between what may run at the same time."""
+    matrix = Matrix(2048, 8192, 128)
+    packed = matrix.packed()
+    xs = [activations(16, 8192, torch.float16, seed) for seed in range(3)]
+    expected = [marlin.w4a16_matmul(x, packed) for x in xs]
+    graphs, outputs = [], []
+    for x in xs[:2]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs.append([marlin.w4a16_matmul(x, packed) for _ in range(20)])
+        graphs.append(graph)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    for _ in range(5):
+        for stream, graph in zip(streams, graphs, strict=False):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        with torch.cuda.stream(streams[2]):
+            eager = [marlin.w4a16_matmul(xs[2], packed) for _ in range(20)]
+        torch.cuda.synchronize()
+        assert all(torch.equal(y, expected[2]) for y in eager)
+        for mine, reference_y in zip(outputs, expected, strict=False):
+            assert all(torch.equal(y, reference_y) for y in mine)
+
+
+@pytest.mark.parametrize("m", [1, 16, 33, 64, 100])
+def test_repeats_are_bit_equal(m):
+    """Whoever of the blocks that share a tile comes last, the sums are added in the same order."""
+    matrix = Matrix(4096, 4096, 128)
+    packed = matrix.packed()
+    x = activations(m, 4096, torch.float16)
+    first = marlin.w4a16_matmul(x, packed)
+    different = sum((marlin.w4a16_matmul(x, packed) != first).sum() for _ in range(200))
+    assert int(different) == 0
+
+
+def test_dirty_workspace():
+    """Partial sums are never read before they are written."""
+    matrix = Matrix(1856, 7392, 32)
+    packed = matrix.packed()
+    x = activations(33, 7392, torch.float16)
+    first = marlin.w4a16_matmul(x, packed)
+    del matrix
+    for _ in range(3):
+        poison = torch.full((64 << 20,), float("nan"), device="cuda")
+        del poison
+        assert torch.equal(marlin.w4a16_matmul(x, packed), first)
+
+
+def test_early_launch_changes_nothing():
+    """Programmatic dependent launch on and off, in a chain in which each product needs the last."""
+    if not is_hopper():
+        pytest.skip("needs a GPU of compute capability 9.0")
+    from dataclasses import replace
+
+    from billfish.kernels.marlin import configs, hopper_launch
+    from billfish.kernels.marlin.workspace import processor_count
+
+    matrix = Matrix(4096, 4096, 128, spread=0.002)
+    units = matrix.packed().codes
+    for m in (1, 64):
+        config = configs.hopper_config(m, tuple(units.shape), processor_count(units.device))
+        results = []
+        for pdl in (True, False):
+            setting = replace(config, pdl=pdl)
+            for seed in range(20):
+                y = activations(m, 4096, torch.float16, seed)
+                for _ in range(6):
+                    y = hopper_launch.launch(y, units, 4096, None, "symmetric", setting)
+                results.append(y)
+        assert bool(torch.stack(results).isfinite().all())
+        assert all(torch.equal(*pair) for pair in zip(results[:20], results[20:], strict=True))
+
+
+def test_bad_arguments():
+    packed = Matrix(64, 128).packed()
+    x = activations(2, 128, torch.float16)
+    for bad in (x.bfloat16(), x.float(), x[:, :64], x.cpu()):
+        with pytest.raises(KernelArgumentError, match="x"):
+            marlin.w4a16_matmul(bad, packed)
+    with pytest.raises(KernelArgumentError, match="bias"):
+        marlin.w4a16_matmul(x, packed, x[0])
+    matrix = Matrix(64, 128)
+    with pytest.raises(KernelArgumentError, match="dtype"):
+        marlin.pack(matrix.codes, matrix.scales, group_size=128, dtype=torch.float32)
+
+
+def test_compiled():
+    packed = Matrix(192, 256, 64).packed()
+    x = activations(5, 256, torch.float16)
+    plain = marlin.w4a16_matmul(x, packed)
+    compiled = torch.compile(lambda t: marlin.w4a16_matmul(t, packed) * 2, backend="eager")
+    assert torch.equal(compiled(x), plain * 2)

@@ -1,0 +1,45 @@
+"""The sizes that the attention benchmark divides its times by."""
+
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("triton")
+
+from billfish.bench.attention import Case, cases
+
+
+def brute_force_flops(case: Case) -> int:
+    seen = 0
+    for new, total in zip(case.query_lens, case.seq_lens, strict=True):
+        seen += sum(1 for q in range(total - new, total) for k in range(total) if k <= q)
+    return 2 * 2 * 128 * case.heads_q * seen
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "query_lens"), [((7,), (7,)), ((9, 4), (1, 1)), ((20, 5, 1), (6, 5, 1))]
+)
+def test_work_of_a_case(seq_lens, query_lens):
+    case = Case("decode", "", 8, 2, seq_lens, query_lens)
+    assert case.flops == brute_force_flops(case)
+    assert case.kv_bytes == sum(seq_lens) * 2 * 128 * 2 * 2
+
+
+def test_uniform_means_attention_without_blocks_can_do_it():
+    assert Case("decode", "", 8, 2, (9, 9), (1, 1)).uniform
+    assert Case("prefill", "", 8, 2, (9, 9), (9, 9)).uniform
+    assert not Case("chunk", "", 8, 2, (9, 9), (3, 3)).uniform
+    assert not Case("ragged", "", 8, 2, (9, 8), (1, 1)).uniform
+
+
+def test_cases_are_distinct_and_cover_the_modes():
+    listed = cases((32, 8))
+    assert len({case.name for case in listed}) == len(listed)
+    assert Counter(case.mode for case in listed) == {
+        "decode": 12,
+        "ragged": 3,
+        "prefill": 4,
+        "chunk": 3,
+    }
+    for case in listed:
+        assert all(new <= n for new, n in zip(case.query_lens, case.seq_lens, strict=True))

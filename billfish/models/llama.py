@@ -14,7 +14,7 @@ from billfish.kernels.paged_attention import AttentionMetadata
 from billfish.layers.attention import PagedAttention
 from billfish.layers.linear import Linear
 from billfish.layers.norm import RMSNorm
-from billfish.layers.rotary import RotaryEmbedding
+from billfish.layers.rotary import rotary_table
 
 
 class Weights(Protocol):
@@ -58,25 +58,21 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class LlamaAttention(nn.Module):
-    def __init__(
-        self, config: ModelConfig, weights: Weights, prefix: str, rotary: RotaryEmbedding
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, prefix: str, cos_sin: Tensor) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         self.qkv_proj = weights.linear(*(f"{prefix}.{name}_proj" for name in "qkv"))
         self.o_proj = weights.linear(f"{prefix}.o_proj")
-        self.rotary = rotary
-        self.attention = PagedAttention(scale=config.head_dim**-0.5)
+        self.attention = PagedAttention(config.head_dim**-0.5, cos_sin)
 
     def forward(
-        self, x: Tensor, positions: Tensor, layer_cache: Tensor, meta: AttentionMetadata
+        self, x: Tensor, positions: Tensor, layer_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         qkv = self.qkv_proj(x).view(len(x), sum(heads), self.head_dim)
         query, key, value = qkv.split(heads, dim=1)
-        query, key = self.rotary(positions, query, key)
-        out = self.attention(query, key, value, layer_cache, meta)
+        out = self.attention(query, key, value, positions, layer_cache, metadata)
         return self.o_proj(out.reshape(len(x), -1))
 
 
@@ -91,15 +87,15 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    def __init__(
-        self, config: ModelConfig, weights: Weights, index: int, rotary: RotaryEmbedding
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, index: int, cos_sin: Tensor) -> None:
         super().__init__()
         prefix = f"model.layers.{index}"
         eps = config.rms_norm_eps
-        self.input_norm = RMSNorm(weights.tensor(f"{prefix}.input_layernorm"), eps)
-        self.attention = LlamaAttention(config, weights, f"{prefix}.self_attn", rotary)
-        self.post_norm = RMSNorm(weights.tensor(f"{prefix}.post_attention_layernorm"), eps)
+        self.input_layernorm = RMSNorm(weights.tensor(f"{prefix}.input_layernorm"), eps)
+        self.attention = LlamaAttention(config, weights, f"{prefix}.self_attn", cos_sin)
+        self.post_attention_layernorm = RMSNorm(
+            weights.tensor(f"{prefix}.post_attention_layernorm"), eps
+        )
         self.mlp = LlamaMLP(weights, f"{prefix}.mlp")
 
     def forward(
@@ -108,15 +104,15 @@ class LlamaLayer(nn.Module):
         residual: Tensor | None,
         positions: Tensor,
         layer_cache: Tensor,
-        meta: AttentionMetadata,
+        metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
         """Takes and returns the last sub-layer's output and the residual stream, not yet added."""
         if residual is None:
-            x, residual = self.input_norm(x), x
+            x, residual = self.input_layernorm(x), x
         else:
-            x, residual = self.input_norm(x, residual)
-        x = self.attention(x, positions, layer_cache, meta)
-        x, residual = self.post_norm(x, residual)
+            x, residual = self.input_layernorm(x, residual)
+        x = self.attention(x, positions, layer_cache, metadata)
+        x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
 
@@ -129,10 +125,10 @@ class LlamaForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, weights: Weights, max_len: int) -> None:
         super().__init__()
         self.config = config
-        rotary = RotaryEmbedding(config, max_len, weights.rope_factors())
+        cos_sin = rotary_table(config, max_len, weights.rope_factors())
         self.embed_tokens = nn.Buffer(weights.tensor("model.embed_tokens"))
         self.layers = nn.ModuleList(
-            LlamaLayer(config, weights, index, rotary) for index in range(config.num_layers)
+            LlamaLayer(config, weights, index, cos_sin) for index in range(config.num_layers)
         )
         self.norm = RMSNorm(weights.tensor("model.norm"), config.rms_norm_eps)
         self.lm_head: nn.Module = (
@@ -140,12 +136,12 @@ class LlamaForCausalLM(nn.Module):
         )
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_cache: Tensor, meta: AttentionMetadata
+        self, token_ids: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         """Hidden states [T, hidden_size] of T tokens; token_ids, positions: int64 [T]."""
         x, residual = self.embed_tokens[token_ids], None
         for layer, layer_cache in zip(self.layers, kv_cache, strict=True):
-            x, residual = layer(x, residual, positions, layer_cache, meta)
+            x, residual = layer(x, residual, positions, layer_cache, metadata)
         x, _ = self.norm(x, residual)
         return x
 

@@ -179,7 +179,7 @@ def test_a_context_longer_than_the_cache_costs_nothing(tmp_path: Path) -> None:
 
     llm = load(tiny_gguf.write(tmp_path / "long.gguf", metadata=long))
     assert llm.max_model_len == 64 * 16 + 1
-    assert len(llm.executor.model.layers[0].attention.rotary.cos_sin) == llm.max_model_len
+    assert len(llm.executor.model.layers[0].attention.attention.cos_sin) == llm.max_model_len
 
 
 def test_only_linear_layers_count_as_int4(tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ OPTIONS = (
 )
 BATCHES = {
     "decode": ([1, 15, 16, 17, 64, 65, 200], [1] * 7),
+    "one": ([77], [1]),
+    "long": ([513, 3], [1, 1]),
     "prefill": ([1, 16, 40, 70], [1, 16, 40, 70]),
     "chunks": ([40, 70, 33], [8, 64, 2]),
     "mixed": ([50, 3, 0, 33, 90, 17], [1, 3, 1, 20, 1, 0]),
@@ -373,9 +375,14 @@ def test_attend_refuses(name, query, options):
 @pytest.mark.parametrize("lengths", [([20], [2]), ([20], [1]), ([600], [1])])
 def test_a_used_block_outside_the_cache_is_refused(lengths, block, strided):
     case = Case(*lengths, strided=strided)
-    case.metadata.block_table[0, 1] = block
-    with pytest.raises(KernelArgumentError, match="block_table"):
+    case.tables[0][1] = block
+
+    def build_and_attend():  # the first to see it
+        case.metadata = pa.AttentionMetadata.build(case.tables, *lengths, 16)
         case.attend()
+
+    with pytest.raises(KernelArgumentError, match="block_table"):
+        build_and_attend()
 
 
 def test_a_sequence_longer_than_its_block_table_is_refused():

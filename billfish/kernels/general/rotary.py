@@ -21,24 +21,46 @@ def rotary_embedding_reference(
     return rotate(query), rotate(key)
 
 
-def _cpu(query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotate_both(
+    query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    angles = angles_of(positions, cos_sin)
+    heads = query.shape[1]
+    if _adjacent(query, key):  # views of a merged QKV: both at once
+        both = query.as_strided((len(query), heads + key.shape[1], query.shape[2]), query.stride())
+        both = rotate(both, angles).to(query.dtype)
+        return both[:, :heads].contiguous(), both[:, heads:].contiguous()
+    return rotate(query, angles).to(query.dtype), rotate(key, angles).to(key.dtype)
+
+
+def angles_of(positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine of every dimension, float32 [T, 1, rotary_dim]: see `rotate`."""
     try:
         rows = cos_sin.index_select(0, positions)
     except IndexError as error:
         got = f"{int(positions.min())} to {int(positions.max())}"
         raise bad_argument("positions", got, f"0 to {cos_sin.shape[0] - 1}") from error
     cos, sin = rows.unsqueeze(1).chunk(2, dim=-1)
-    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second, rest = x.float().tensor_split((cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
-    rotated = (
-        torch.addcmul(first * cos, second, sin, value=-1),
-        torch.addcmul(second * cos, first, sin),
-        rest,
+def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """x [T, H, D] turned, in float32: x * cos + (x, its halves exchanged) * (-sin, sin)."""
+    cos, sin = angles
+    rotary_dim = cos.shape[-1]
+    turned, rest = x[..., :rotary_dim].float(), x[..., rotary_dim:]
+    turned = torch.addcmul(turned * cos, turned.roll(rotary_dim // 2, dims=-1), sin)
+    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest.float()), dim=-1)
+
+
+def _adjacent(query: Tensor, key: Tensor) -> bool:
+    """Whether the key's heads lie right behind the query's, in rows of the same length."""
+    end = query.storage_offset() + query.shape[1] * query.stride(1)
+    return (
+        key.storage_offset() == end
+        and query.stride() == key.stride()
+        and query.untyped_storage().data_ptr() == key.untyped_storage().data_ptr()
     )
-    return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
 def _fake(query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,7 +71,7 @@ _rotary_embedding: Callable[..., tuple[Tensor, Tensor]] = register(
     "rotary_embedding(Tensor query, Tensor key, Tensor positions, Tensor cos_sin) "
     "-> (Tensor, Tensor)",
     fake=_fake,
-    cpu=_cpu,
+    cpu=rotate_both,
 )
 
 

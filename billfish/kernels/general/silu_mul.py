@@ -15,8 +15,9 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 def _cpu(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return functional.silu(gate).mul_(up).to(gate_up.dtype).contiguous()
+    gate, up = gate_up.chunk(2, dim=-1)
+    wide = gate.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    return functional.silu(wide, inplace=True).mul_(up).to(gate_up.dtype)
 
 
 def _fake(gate_up: Tensor) -> Tensor:

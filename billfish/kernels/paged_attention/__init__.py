@@ -45,7 +45,7 @@ def _fake_nothing(*arguments: object) -> None:
 
 
 def _cpu_attend(*arguments: Any) -> Tensor:
-    *step, _plan, _planned_len = arguments
+    *step, _planned_len = arguments
     return cpu.attend(*step)
 
 
@@ -218,8 +218,11 @@ def attend(
     ):
         got = f"{sinks.dtype} {tuple(sinks.shape)} on {sinks.device}"
         raise bad_argument("sinks", got, f"float32 or {query.dtype} [{heads}] on {query.device}")
-    plan = next((p for p in metadata.plans if p.fits(query, k_cache, sliding_window)), None)
-    workspace, planned_len = (list(plan.workspace), plan.max_query_len) if plan else ([], 0)
+    if query.is_cpu:
+        workspace, planned_len = list(metadata.gather), 0
+    else:
+        plan = next((p for p in metadata.plans if p.fits(query, k_cache, sliding_window)), None)
+        workspace, planned_len = (list(plan.workspace), plan.max_query_len) if plan else ([], 0)
     return _attend(
         query, k_cache, v_cache, metadata.block_table, metadata.seq_lens, metadata.query_start,
         metadata.max_query_len, metadata.max_seq_len, head_dim**-0.5 if scale is None else scale,

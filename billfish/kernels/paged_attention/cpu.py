@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 
 from billfish.kernels._library import bad_argument
+from billfish.kernels.general import rotary
 
 _QUERY_TILE = 256
 """Most queries of a prefill at once: bounds the mask, and skips keys that the tile cannot see."""
@@ -28,10 +29,11 @@ def write_kv(
     if not slot_mapping.numel():
         return
     blocks, block_size = k_cache.shape[:2]
-    low, high = (int(bound) for bound in slot_mapping.aminmax())
-    if high >= blocks * block_size:
-        raise bad_argument("slot_mapping", high, f"slots under {blocks * block_size}")
-    if low < 0:
+    # Checked before anything is written; as a list, for a step has few tokens and calls cost more.
+    slots = slot_mapping.tolist()
+    if max(slots) >= blocks * block_size:
+        raise bad_argument("slot_mapping", max(slots), f"slots under {blocks * block_size}")
+    if min(slots) < 0:
         real = (slot_mapping >= 0).nonzero().squeeze(1)
         key, value, slot_mapping = (t.index_select(0, real) for t in (key, value, slot_mapping))
     for new, cache in ((key, k_cache), (value, v_cache)):
@@ -46,30 +48,27 @@ def rotate_and_write(
     slot_mapping: Tensor, positions: Tensor | None, cos_sin: Tensor | None,
     q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
-    angles = None
-    if cos_sin is not None and positions is not None:
-        try:
-            angles = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
-        except IndexError as error:
-            got = f"{int(positions.min())} to {int(positions.max())}"
-            raise bad_argument("positions", got, f"0 to {cos_sin.shape[0] - 1}") from error
-    new_key = _normed_and_rotated(key, k_norm, angles, eps)
+    if cos_sin is not None and positions is not None and q_norm is None:
+        query, new_key = rotary.rotate_both(query, key, positions, cos_sin)
+    else:
+        angles = None
+        if cos_sin is not None and positions is not None:
+            angles = rotary.angles_of(positions, cos_sin)
+        new_key = _normed_and_rotated(key, k_norm, angles, eps)
+        query = _normed_and_rotated(query, q_norm, angles, eps)
     write_kv(new_key, value, k_cache, v_cache, slot_mapping)
-    return _normed_and_rotated(query, q_norm, angles, eps)
+    return query
 
 
 def _normed_and_rotated(
-    x: Tensor, weight: Tensor | None, angles: tuple[Tensor, ...] | None, eps: float
+    x: Tensor, weight: Tensor | None, angles: tuple[Tensor, Tensor] | None, eps: float
 ) -> Tensor:
     """In float32, rounded once."""
     wide = x.float()
     if weight is not None:
         wide = rms_norm(wide, wide.shape[-1:], weight.float(), eps)
     if angles is not None:
-        cos, sin = angles
-        half = cos.shape[-1]
-        low, high, rest = wide.tensor_split((half, 2 * half), dim=-1)
-        wide = torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
+        wide = rotary.rotate(wide, angles)
     return wide.to(x.dtype, memory_format=torch.contiguous_format, copy=True)
 
 
@@ -77,7 +76,9 @@ def attend(
     query: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
     query_start: Tensor, max_query_len: int, max_seq_len: int, scale: float,
     sliding_window: int | None, soft_cap: float | None, sinks: Tensor | None,
+    plan: list[Tensor],
 ) -> Tensor:  # fmt: skip
+    """See `billfish.kernels.paged_attention.attend`; plan: of `plan_decode`, or empty."""
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     capacity = block_table.shape[1] * k_cache.shape[1]
     if max(lengths, default=0) > capacity:
@@ -87,7 +88,14 @@ def attend(
     settings = _Settings(scale, sliding_window, soft_cap, sinks)
     out = torch.zeros(query.shape, dtype=query.dtype)
     buckets: dict[int, list[int]] = {}
+    planned = plan and (sliding_window is None or sliding_window >= max_seq_len)
+    # Alone and with no float32 sums to keep in order, a request needs neither padding nor mask.
+    alone = len(lengths) == 1 and query.dtype != torch.float32
     try:
+        if planned and not alone:
+            for rows, slots, mask in zip(plan[::3], plan[1::3], plan[2::3], strict=True):
+                _decode_bucket(query, k_cache, v_cache, rows, slots, mask, settings, out)
+            return out
         for request, seq_len in enumerate(lengths):
             start, stop = starts[request], starts[request + 1]
             if stop == start or seq_len == 0:
@@ -97,7 +105,7 @@ def attend(
                     query[start:stop], k_cache, v_cache, block_table[request], seq_len, settings,
                     out[start:stop],
                 )  # fmt: skip
-            elif seq_len > min(_LONG, sliding_window or _LONG):
+            elif alone or seq_len > min(_LONG, sliding_window or _LONG):
                 _decode_one(
                     query[start], k_cache, v_cache, block_table[request], seq_len, settings,
                     out[start],
@@ -105,10 +113,10 @@ def attend(
             else:
                 buckets.setdefault(_padded(seq_len), []).append(request)
         for padded, requests in buckets.items():
-            _decode_batch(
-                query, k_cache, v_cache, block_table, seq_lens, query_start, requests, padded,
-                settings, out,
-            )  # fmt: skip
+            tokens = query_start[torch.tensor(requests)].long()
+            table, length = block_table[requests], seq_lens[requests]
+            slots, mask = _slots(table, length.unsqueeze(1), k_cache.shape[1], padded)
+            _decode_bucket(query, k_cache, v_cache, tokens, slots, mask, settings, out)
     except IndexError as error:
         expected = f"ids 0 to {k_cache.shape[0] - 1} in the used part"
         raise bad_argument("metadata.block_table", "an id outside the cache", expected) from error
@@ -132,19 +140,43 @@ def _padded(length: int) -> int:
     return -(-length // step) * step
 
 
-def _decode_batch(
-    query: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
-    query_start: Tensor, requests: list[int], padded: int, settings: _Settings, out: Tensor,
-) -> None:  # fmt: skip
-    """Requests of one new token whose keys fit in `padded`; the window hides none."""
-    count, (block_size, kv_heads) = len(requests), k_cache.shape[1:3]
-    everyone = count == query.shape[0] == block_table.shape[0]
-    if not everyone:
+def plan_decode(
+    block_table: Tensor, seq_lens: Tensor, query_start: Tensor, block_size: int
+) -> tuple[Tensor, ...]:
+    """What `attend` needs to know of a step that only decodes short sequences, once for all layers.
+
+    For each bucket of equal padded length: its tokens int64 [B], the slots to gather int64
+    [B * padded], and which of them are real, bool [B, padded]. Empty where the step has other work.
+    """
+    lengths, count = seq_lens.tolist(), len(seq_lens)
+    if query_start.tolist() != list(range(count + 1)) or not count:
+        return ()
+    if min(lengths) == 0 or max(lengths) > min(_LONG, block_table.shape[1] * block_size):
+        return ()
+    buckets: dict[int, list[int]] = {}
+    for request, length in enumerate(lengths):
+        buckets.setdefault(_padded(length), []).append(request)
+    plan: list[Tensor] = []
+    for padded, requests in buckets.items():
         rows = torch.tensor(requests)
-        tokens = query_start[rows].long()
-        block_table, seq_lens = block_table[rows], seq_lens[rows]
+        table, here = block_table[rows], seq_lens[rows].unsqueeze(1)
+        plan += rows, *_slots(table, here, block_size, padded)
+    return tuple(plan)
+
+
+def _decode_bucket(
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, tokens: Tensor, slots: Tensor, mask: Tensor,
+    settings: _Settings, out: Tensor,
+) -> None:  # fmt: skip
+    """One new token a request, at `tokens`; their keys at slots [B * padded], none out of sight.
+
+    mask: bool [B, padded], which slots are real.
+    """
+    count, padded = mask.shape
+    kv_heads = k_cache.shape[2]
+    everyone = count == query.shape[0]
+    if not everyone:
         query = query.index_select(0, tokens)
-    slots, mask = _slots(block_table, seq_lens.unsqueeze(1), block_size, padded)
     k, v = (_tokens(c, slots).view(count, padded, *c.shape[2:]) for c in (k_cache, v_cache))
     q = query.view(count, kv_heads, -1, query.shape[2])
     sink = None if settings.sinks is None else settings.sinks.view(kv_heads, -1, 1)

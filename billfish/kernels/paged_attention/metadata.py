@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from billfish.kernels._library import bad_argument
+from billfish.kernels.paged_attention.cpu import plan_decode
 
 if TYPE_CHECKING:
     from billfish.kernels.paged_attention.planner import DecodePlan
@@ -24,7 +25,8 @@ class AttentionMetadata:
     [R + 1], where the new tokens of each request begin among T. slot_mapping: int64 [T], the slot
     (block * block_size + offset) of each new token, -1 where it has none. max_query_len,
     max_seq_len: largest of the step, on the host. plans: how a GPU splits the decode work of this
-    step, see `DecodePlan.update`; a layer that none of them is for plans for itself.
+    step, see `DecodePlan.update`; a layer that none of them is for plans for itself. gather: what a
+    CPU prepares for it, see `cpu.plan_decode`.
     """
 
     block_table: Tensor
@@ -34,6 +36,7 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     plans: tuple["DecodePlan", ...] = ()
+    gather: tuple[Tensor, ...] = ()
 
     @classmethod
     def build(
@@ -69,6 +72,7 @@ class AttentionMetadata:
             raise bad_argument("seq_lens", max_seq_len, expected)
         query_start = torch.zeros(requests + 1, dtype=torch.int64)
         torch.cumsum(queries, 0, out=query_start[1:])
+        on_cpu = torch.device(device).type == "cpu"
         return cls(
             block_table=table.to(device),
             seq_lens=lengths.int().to(device),
@@ -76,6 +80,7 @@ class AttentionMetadata:
             slot_mapping=_slots(table, lengths, queries, query_start, block_size).to(device),
             max_query_len=int(queries.max()) if requests else 0,
             max_seq_len=max_seq_len,
+            gather=plan_decode(table, lengths, query_start, block_size) if on_cpu else (),
         )
 
 

@@ -38,3 +38,11 @@ class KernelArgumentError(BillfishError, ValueError):
 
 class ConfigError(BillfishError, ValueError):
     """A setting is out of range or two settings contradict each other."""
+
+
+class ExecutorError(BillfishError):
+    """The executor broke its side of the contract: its result does not answer the plan."""
+
+
+class InvariantError(BillfishError):
+    """The engine's books do not balance: a defect of Billfish, never of a request."""

@@ -7,6 +7,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,18 @@ Submission = tuple[Sequence[int], SamplingParams, TokenSequences]
 """Prompt, options and token ids of the bad words of one request."""
 Stream = Generator[tuple[int, RequestOutput], None, None]
 """Yields (index of the prompt, output so far); closing it aborts what is not done."""
+
+
+@dataclass(slots=True)
+class Inbox:
+    """Where the outputs of one request go: those of a stream share it.
+
+    prompt: its index among the prompts. unfinished: samples that have not ended.
+    """
+
+    outputs: deque[tuple[int, RequestOutput]]
+    prompt: int
+    unfinished: int
 
 
 class LLM:
@@ -88,9 +101,7 @@ class LLM:
             torch_dtype = getattr(torch, dtype)
             num_blocks = kv_cache.plan_num_blocks(self.model_config, self.config.cache, torch_dtype)
             self.max_model_len = self._max_model_len(num_blocks)
-            memory = kv_cache.allocate(
-                self.model_config, self.config.cache, num_blocks, torch_dtype
-            )
+            memory, host_memory = self._allocate(num_blocks, torch_dtype)
             network = gguf_models.load_model(
                 file,
                 self.model_config,
@@ -104,6 +115,7 @@ class LLM:
             vocab_size=self.tokenizer.vocab_size,
             max_num_seqs=self.config.scheduler.max_num_seqs,
             max_model_len=self.max_model_len,
+            host_cache=host_memory,
         )
         self.engine = Engine(
             self.executor,
@@ -114,67 +126,89 @@ class LLM:
             eos_token_ids=self.tokenizer.eos_token_ids,
             token_bytes=self.tokenizer.token_bytes,
             scheduler=self.config.scheduler,
+            prefix_caching=self.config.cache.prefix_caching,
+            swap_blocks=self.config.cache.swap_blocks,
             seed=seed,
         )
         self.default_params = SamplingParams(**self.checkpoint_defaults.options)
         if self.checkpoint_defaults:
             logger.info("%s", self.checkpoint_defaults)
         self._request_numbers = itertools.count()
-        self._inboxes: dict[str, tuple[deque[tuple[int, RequestOutput]], int]] = {}
+        self._inboxes: dict[str, Inbox] = {}
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        cache_salt: str | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """Continues each prompt; the outputs come in the order of the prompts.
 
-        params: one for all, or one each; without, `default_params`. progress: called with
-        (finished, prompts). Raises InvalidRequestError or CapacityError if any request is wrong,
-        before any of them starts.
+        A prompt with `n` > 1 has n outputs, one after the other in the order of their `index`.
+
+        params: one for all, or one each; without, `default_params`. cache_salt: keeps what these
+        prompts leave in the prefix cache from requests that do not bring the same one. progress:
+        called with (finished, outputs). Raises InvalidRequestError or CapacityError if any request
+        is wrong, before any of them starts.
         """
-        return self._run(self._requests(self._prompt_ids(prompts), params), progress)
+        requests = self._requests(self._prompt_ids(prompts), params)
+        return self._run(requests, cache_salt, progress)
 
     def chat(
         self,
         conversations: Conversation | Sequence[Conversation],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        cache_salt: str | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """Answers each conversation through the model's chat template; otherwise as `generate`."""
-        return self._run(self._requests(self._conversation_ids(conversations), params), progress)
+        requests = self._requests(self._conversation_ids(conversations), params)
+        return self._run(requests, cache_salt, progress)
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        cache_salt: str | None = None,
         cancelled: Cancelled | None = None,
     ) -> Stream:
         """As `generate`, but yields (index of the prompt, output so far) as tokens come.
 
         Requests start at the first `next`; closing the iterator aborts those that are not done.
         """
-        return self._stream(self._requests(self._prompt_ids(prompts), params), cancelled)
+        requests = self._requests(self._prompt_ids(prompts), params)
+        return self._stream(requests, cache_salt, cancelled)
 
     def stream_chat(
         self,
         conversations: Conversation | Sequence[Conversation],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        cache_salt: str | None = None,
         cancelled: Cancelled | None = None,
     ) -> Stream:
         """As `chat`, but yields as `stream` does."""
-        return self._stream(
-            self._requests(self._conversation_ids(conversations), params), cancelled
-        )
+        requests = self._requests(self._conversation_ids(conversations), params)
+        return self._stream(requests, cache_salt, cancelled)
 
     def stats(self) -> EngineStats:
         """The engine's counters since it started."""
         return self.engine.stats()
+
+    def _allocate(
+        self, num_blocks: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The KV cache, and the host memory for swapped blocks where there is to be any."""
+        model, cache = self.model_config, self.config.cache
+        memory = kv_cache.allocate(model, cache, num_blocks, dtype)
+        if not cache.swap_blocks:
+            return memory, None
+        count, taken = cache.swap_blocks, memory.nbytes
+        return memory, kv_cache.allocate(model, cache, count, dtype, reserved=taken)
 
     def _check_vocabulary(self, path: Path) -> None:
         tokens, rows = self.tokenizer.vocab_size, self.model_config.vocab_size
@@ -231,22 +265,31 @@ class LLM:
         except InvalidRequestError as error:
             raise InvalidRequestError("bad_words", error.reason) from error
 
-    def _run(self, requests: list[Submission], progress: Progress | None) -> list[RequestOutput]:
-        finished: dict[int, RequestOutput] = {}
-        for index, output in self._stream(requests):
+    def _run(
+        self, requests: list[Submission], cache_salt: str | None, progress: Progress | None
+    ) -> list[RequestOutput]:
+        finished: dict[tuple[int, int], RequestOutput] = {}
+        total = 0
+        for index, output in self._stream(requests, cache_salt):
+            total = total or _count_samples(requests)
             if output.finished:
-                finished[index] = output
+                finished[index, output.index] = output
                 if progress:
-                    progress(len(finished), len(requests))
-        return [finished[index] for index in range(len(requests))]
+                    progress(len(finished), total)
+        return [finished[place] for place in sorted(finished)]
 
-    def _stream(self, requests: list[Submission], cancelled: Cancelled | None = None) -> Stream:
+    def _stream(
+        self,
+        requests: list[Submission],
+        cache_salt: str | None,
+        cancelled: Cancelled | None = None,
+    ) -> Stream:
         # Streams may be interleaved: whoever steps the engine delivers to all of them.
         inbox: deque[tuple[int, RequestOutput]] = deque()
         mine: list[str] = []
         try:
-            self._add(requests, inbox, mine)
-            unfinished = len(mine)
+            self._add(requests, cache_salt, inbox, mine)
+            unfinished = _count_samples(requests)
             while unfinished:
                 while not inbox:
                     if cancelled is not None and cancelled():
@@ -261,6 +304,7 @@ class LLM:
     def _add(
         self,
         requests: list[Submission],
+        cache_salt: str | None,
         inbox: deque[tuple[int, RequestOutput]],
         mine: list[str],
     ) -> None:
@@ -269,8 +313,10 @@ class LLM:
             request_id = str(next(self._request_numbers))
             try:
                 with interrupts_wait():
-                    self.engine.add_request(request_id, prompt, params, bad_word_ids=bad_word_ids)
-                    self._inboxes[request_id] = (inbox, index)
+                    self.engine.add_request(
+                        request_id, prompt, params, bad_word_ids=bad_word_ids, cache_salt=cache_salt
+                    )
+                    self._inboxes[request_id] = Inbox(inbox, index, params.n)
                     mine.append(request_id)
             except (InvalidRequestError, CapacityError) as error:
                 if len(requests) > 1:
@@ -280,12 +326,13 @@ class LLM:
     def _step(self) -> None:
         with interrupts_wait():
             for output in self.engine.step():
-                inbox, index = self._inboxes.get(output.request_id, (None, 0))
-                if inbox is None:  # its stream was collected while the step ran
+                place = self._inboxes.get(output.request_id)
+                if place is None:  # its stream was collected while the step ran
                     continue
-                if output.finished:
+                place.unfinished -= output.finished
+                if not place.unfinished:
                     del self._inboxes[output.request_id]
-                inbox.append((index, output))
+                place.outputs.append((place.prompt, output))
 
     def _drop(self, mine: list[str]) -> None:
         """Abort what is not done; the executor learns of it with the next step."""
@@ -295,6 +342,10 @@ class LLM:
                     self.engine.abort(request_id)
         if not self._inboxes and self.engine.has_unfinished:
             self._step()
+
+
+def _count_samples(requests: list[Submission]) -> int:
+    return sum(params.n for _, params, _ in requests)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from billfish.errors import InvalidRequestError
 
 _T = TypeVar("_T")
 
+MAX_SAMPLES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 256
@@ -25,6 +26,8 @@ class SamplingParams:
     Token ids are checked against the vocabulary when the engine gets the request. The order in
     which these options act on the logits is stated in `billfish.worker.logits_processor`.
 
+    n: samples of the prompt, 1 to 128. They share its KV cache; each goes its own way, from a seed
+        of its own derived from the request's and its number. The first is what n = 1 gives.
     max_tokens: most tokens to generate; None means up to the model's context length.
     min_tokens: before this many are generated no token that ends the request can be chosen, and a
         stop string completed by an earlier token is passed over.
@@ -50,6 +53,7 @@ class SamplingParams:
     ignore_eos: go on after the model's end-of-sequence tokens.
     """
 
+    n: int = 1
     max_tokens: int | None = 256
     min_tokens: int = 0
     temperature: float = 1.0
@@ -71,6 +75,7 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        _check_int("n", self.n, 1, MAX_SAMPLES)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)

@@ -92,7 +92,9 @@ def sampling(
 
 def check_answered(outputs: "Sequence[RequestOutput]") -> None:
     """BillfishError if any request ended without an answer."""
-    for number, output in enumerate(outputs, 1):
+    number = 0
+    for output in outputs:
+        number += output.index == 0  # the samples of a prompt follow each other
         if output.finish_reason == "error":
             raise BillfishError(f"prompt {number} got no answer: {output.stop_reason}")
 

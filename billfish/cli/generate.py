@@ -31,6 +31,9 @@ def command(
     presence_penalty: common.PresencePenalty = 0.0,
     frequency_penalty: common.FrequencyPenalty = 0.0,
     repetition_penalty: common.RepetitionPenalty = 1.0,
+    samples: Annotated[
+        int, typer.Option("-n", help="Samples of each prompt, printed one after another.")
+    ] = 1,
     seed: common.Seed = None,
     min_tokens: Annotated[int, typer.Option(help="Do not end before so many tokens.")] = 0,
     bad_word: Annotated[
@@ -48,16 +51,16 @@ def command(
         bool, typer.Option("--chat", help="Treat each prompt as a user's message to answer.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object a prompt, in order.")
+        bool, typer.Option("--json", help="One JSON object a text, in order.")
     ] = False,
     ledger: Annotated[bool, typer.Option("--ledger", help="Show times and KV use.")] = False,
     dtype: common.Dtype = "bfloat16",
     kv_memory: common.KVMemory = 1.0,
 ) -> None:
-    """Continue one or more prompts. A single one is printed as it is generated."""
+    """Continue one or more prompts. A single text is printed as it is generated."""
     given = {
-        "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
-        "min_p": min_p, "presence_penalty": presence_penalty,
+        "n": samples, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p,
+        "top_k": top_k, "min_p": min_p, "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty, "repetition_penalty": repetition_penalty,
         "seed": seed, "min_tokens": min_tokens, "bad_words": bad_word, "stop": stop,
         "include_stop_str_in_output": include_stop, "logprobs": logprobs,
@@ -68,16 +71,18 @@ def command(
     llm = common.load(model, dtype, kv_memory)
     params = common.sampling(DEFAULTS, given, llm)
     inputs: list[Any] = [[{"role": "user", "content": p}] for p in prompts] if chat else prompts
-    if len(prompts) == 1 and not as_json:
+    if len(prompts) == params.n == 1 and not as_json:
         outputs = [_stream_one(llm, inputs[0], params, chat)]
     else:
         outputs = _run_many(llm, inputs, params, chat)
-        for prompt, output in zip(prompts, outputs, strict=True):
+        for number, output in enumerate(outputs):
+            prompt = prompts[number // params.n]
             if as_json:
                 line = _as_dict(prompt, output, llm.tokenizer)
                 typer.echo(json.dumps(line, ensure_ascii=False, allow_nan=False))
             else:
-                typer.secho(f"\n>>> {prompt}", bold=True)
+                which = f" [{output.index}]" if params.n > 1 else ""
+                typer.secho(f"\n>>> {prompt}{which}", bold=True)
                 typer.echo(output.text)
     common.check_answered(outputs)
     if ledger:
@@ -101,13 +106,14 @@ def _run_many(
 ) -> "list[RequestOutput]":
     run: Any = llm.chat if chat else llm.generate
     with common.progress_bar(Console(stderr=True)) as bar:
-        task = bar.add_task("Generating", total=len(inputs))
+        task = bar.add_task("Generating", total=len(inputs) * params.n)
         return run(inputs, params, progress=lambda done, _: bar.update(task, completed=done))
 
 
 def _as_dict(prompt: str, output: "RequestOutput", tokenizer: "Tokenizer") -> dict[str, Any]:
     result: dict[str, Any] = {
         "prompt": prompt,
+        "index": output.index,
         "text": output.text,
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,

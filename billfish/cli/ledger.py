@@ -20,7 +20,13 @@ def print_ledger(console: Console, outputs: "Sequence[RequestOutput]", llm: "LLM
 def _request_table(outputs: "Sequence[RequestOutput]") -> Table:
     table = Table(title="Requests", title_justify="left")
     table.add_column("#", justify="right")
-    for name in ("prompt\ntokens", "output\ntokens", "TTFT\nms", "TPOT\nms", "KV\nblocks"):
+    cached = any(output.metrics.cached_tokens for output in outputs)
+    shared = any(output.metrics.shared_blocks for output in outputs)
+    columns = [
+        "prompt\ntokens", *["cached\ntokens"] * cached, "output\ntokens", "TTFT\nms", "TPOT\nms",
+        "KV\nblocks", *["shared\nblocks"] * shared,
+    ]  # fmt: skip
+    for name in columns:
         table.add_column(name, justify="right")
     table.add_column("ended by")
     for number, output in enumerate(outputs, 1):
@@ -28,10 +34,12 @@ def _request_table(outputs: "Sequence[RequestOutput]") -> Table:
         table.add_row(
             str(number),
             str(metrics.num_prompt_tokens),
+            *[str(metrics.cached_tokens)] * cached,
             str(metrics.num_output_tokens),
             _milliseconds(metrics.ttft),
             _milliseconds(metrics.tpot),
             str(metrics.peak_blocks),
+            *[str(metrics.shared_blocks)] * shared,
             output.finish_reason or "interrupted",
         )
     return table
@@ -56,8 +64,16 @@ def _totals(outputs: "Sequence[RequestOutput]", llm: "LLM") -> Table:
         f"{stats.blocks_peak} of {stats.blocks_total}",
     )
     table.add_row("KV memory wasted", f"{stats.kv_waste:.1%} of what was allocated")
+    if stats.kv_saved > 0:
+        table.add_row("KV memory saved by sharing", f"{stats.kv_saved:.1%}")
+    if stats.prefix_hits:
+        found = f"{stats.prefix_hits} of {stats.prefix_queries}"
+        table.add_row("tokens found in the prefix cache", found)
+    if stats.forks:
+        copied = f"{stats.forks}, {stats.block_copies} blocks copied on write"
+        table.add_row("samples forked", copied)
     if stats.preemptions:
-        table.add_row("preemptions", str(stats.preemptions))
+        table.add_row("preemptions", f"{stats.preemptions}, {stats.swaps} of them by swapping")
     return table
 
 

@@ -1,8 +1,8 @@
 """The engine: which request computes what, when, and in which KV blocks. Pure Python, no torch."""
 
-from billfish.engine.block_pool import InvariantError
-from billfish.engine.engine import Engine, ExecutorError
+from billfish.engine.engine import Engine
 from billfish.engine.outputs import EngineStats, FinishReason, RequestMetrics, RequestOutput
+from billfish.errors import ExecutorError, InvariantError
 
 __all__ = [
     "Engine",

@@ -1,21 +1,25 @@
-"""Who holds which KV block: a free list and reference counts over fixed-size blocks."""
+"""Who holds which KV block: reference counts, a free list, and blocks kept for their content."""
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 
 from billfish.engine.plan import NULL_BLOCK
-from billfish.errors import BillfishError, ConfigError
+from billfish.errors import ConfigError, InvariantError
 
 
-class InvariantError(BillfishError):
-    """The engine's books do not balance: a defect of Billfish, never of a request."""
+def _ignore(block_id: int) -> None:
+    pass
 
 
 class BlockPool:
-    """Blocks 1..num_blocks, each free or referenced; block 0 is the null block and always neither.
+    """Blocks 1..num_blocks, each free, cached or in use; block 0 is the null block and never any.
 
-    Blocks are handed out in least recently freed order, so that what a block held stays in the
-    cache for as long as possible. Allocating and freeing cost O(1) a block.
+    A block in use has references. Without any it is cached if its content was said to be worth
+    keeping, else free. Both can be allocated: free ones first, then cached ones, least recently
+    used first, so that what a block holds stays for as long as possible. Allocating, sharing and
+    freeing cost O(1) a block.
+
+    on_evict: called with the id of each cached block that is allocated for something else.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -26,16 +30,30 @@ class BlockPool:
             )
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.on_evict: Callable[[int], None] = _ignore
         self._free: deque[int] = deque(range(1, num_blocks + 1))
-        self._ref_counts = [0] * (num_blocks + 1)
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._kept: set[int] = set()
+        self.ref_counts = [0] * (num_blocks + 1)
 
     @property
     def num_free(self) -> int:
+        """Blocks with nothing worth keeping."""
         return len(self._free)
 
     @property
+    def num_cached(self) -> int:
+        """Blocks that nothing refers to, kept for their content."""
+        return len(self._cached)
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be allocated: free and cached."""
+        return len(self._free) + len(self._cached)
+
+    @property
     def in_use(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - len(self._free) - len(self._cached)
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold num_tokens tokens."""
@@ -44,45 +62,82 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Take count blocks, each with one reference.
 
-        InvariantError, and no change, if fewer are free: callers look at num_free first.
+        InvariantError, and no change, if fewer are available: callers look first.
         """
-        if not 0 <= count <= len(self._free):
-            raise InvariantError(f"{count} blocks are wanted and {len(self._free)} are free")
-        block_ids = [self._free.popleft() for _ in range(count)]
+        if not 0 <= count <= self.available:
+            raise InvariantError(f"{count} blocks are wanted and {self.available} are available")
+        block_ids = [self._free.popleft() for _ in range(min(count, len(self._free)))]
+        while len(block_ids) < count:
+            block_id, _ = self._cached.popitem(last=False)
+            self._kept.remove(block_id)
+            self.on_evict(block_id)
+            block_ids.append(block_id)
         for block_id in block_ids:
-            self._ref_counts[block_id] = 1
+            self.ref_counts[block_id] = 1
         return block_ids
 
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Add one reference to each block, in use or cached.
+
+        InvariantError, and no change, if one is free, foreign or the null block.
+        """
+        for block_id in block_ids:
+            self._check_own(block_id)
+            if not self.ref_counts[block_id] and block_id not in self._cached:
+                raise InvariantError(f"block {block_id} is shared but nothing is in it")
+        for block_id in block_ids:
+            if not self.ref_counts[block_id]:
+                del self._cached[block_id]
+            self.ref_counts[block_id] += 1
+
     def free(self, block_ids: Sequence[int]) -> None:
-        """Give up one reference to each block; those without any become free, in this order.
+        """Give up one reference to each block; those without any are free or cached, in this order.
 
         InvariantError, and no change, if a block is foreign, the null block, free already, or
         given more often than it is referenced.
         """
-        freed = []
+        released = []
         for position, block_id in enumerate(block_ids):
-            if not NULL_BLOCK < block_id <= self.num_blocks:
-                self._undo(block_ids[:position])
-                raise InvariantError(
-                    f"block {block_id} is not of this pool, which has blocks 1..{self.num_blocks}"
-                )
-            if not self._ref_counts[block_id]:
-                self._undo(block_ids[:position])
+            if not NULL_BLOCK < block_id <= self.num_blocks or not self.ref_counts[block_id]:
+                for undone in block_ids[:position]:
+                    self.ref_counts[undone] += 1
+                self._check_own(block_id)
                 raise InvariantError(f"block {block_id} is freed but nothing refers to it")
-            self._ref_counts[block_id] -= 1
-            if not self._ref_counts[block_id]:
-                freed.append(block_id)
-        self._free.extend(freed)
+            self.ref_counts[block_id] -= 1
+            if not self.ref_counts[block_id]:
+                released.append(block_id)
+        for block_id in released:
+            if block_id in self._kept:
+                self._cached[block_id] = None
+            else:
+                self._free.append(block_id)
 
-    def _undo(self, block_ids: Sequence[int]) -> None:
-        for block_id in block_ids:
-            self._ref_counts[block_id] += 1
+    def keep(self, block_id: int) -> None:
+        """Say that the content of a block in use is worth keeping. InvariantError if not in use."""
+        self._check_own(block_id)
+        if not self.ref_counts[block_id]:
+            raise InvariantError(f"block {block_id} is kept but nothing refers to it")
+        self._kept.add(block_id)
+
+    def drop(self, block_id: int) -> None:
+        """Say that the content of a kept block is worth nothing any more."""
+        self._kept.remove(block_id)
+        if block_id in self._cached:
+            del self._cached[block_id]
+            self._free.append(block_id)
+
+    def _check_own(self, block_id: int) -> None:
+        if not NULL_BLOCK < block_id <= self.num_blocks:
+            raise InvariantError(
+                f"block {block_id} is not of this pool, which has blocks 1..{self.num_blocks}"
+            )
 
     def check(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Compare the books with the block tables of all live requests. O(num_blocks).
 
-        InvariantError unless free + in use == total, no block is both, every reference count is the
-        number of tables that hold the block, and the null block is untouched.
+        InvariantError unless free + cached + in use == total, no block is two of them, every
+        reference count is the number of tables that hold the block, and the null block is
+        untouched.
         """
         references = [0] * (self.num_blocks + 1)
         for table in block_tables:
@@ -90,22 +145,27 @@ class BlockPool:
                 if not NULL_BLOCK < block_id <= self.num_blocks:
                     raise InvariantError(f"a block table holds {block_id}, not a block of the pool")
                 references[block_id] += 1
-        if references != self._ref_counts:
+        if references != self.ref_counts:
             wrong = [
                 f"block {block_id}: {count} counted, {held} held"
                 for block_id, (count, held) in enumerate(
-                    zip(self._ref_counts, references, strict=True)
+                    zip(self.ref_counts, references, strict=True)
                 )
                 if count != held
             ]
             raise InvariantError("reference counts are wrong: " + "; ".join(wrong[:5]))
-        free = set(self._free)
+        free, cached = set(self._free), set(self._cached)
         if len(free) != len(self._free):
             raise InvariantError("a block is in the free list twice")
-        if NULL_BLOCK in free:
+        if NULL_BLOCK in free | cached:
             raise InvariantError("the null block is in the free list")
-        if any(map(references.__getitem__, free)):
-            raise InvariantError("a block is both free and in use")
+        if any(map(references.__getitem__, free | cached)) or free & cached:
+            raise InvariantError("a block is in two of free, cached and in use")
+        if not cached <= self._kept or free & self._kept:
+            raise InvariantError("a free block is kept, or a cached one is not")
         in_use = self.num_blocks - references[1:].count(0)
-        if len(free) + in_use != self.num_blocks:
-            raise InvariantError(f"{len(free)} free + {in_use} in use != {self.num_blocks} blocks")
+        if len(free) + len(cached) + in_use != self.num_blocks:
+            raise InvariantError(
+                f"{len(free)} free + {len(cached)} cached + {in_use} in use != "
+                f"{self.num_blocks} blocks"
+            )

@@ -6,24 +6,24 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from billfish.config import SchedulerConfig
+from billfish.engine.block_manager import BlockManager
 from billfish.engine.block_pool import BlockPool
 from billfish.engine.detokenizer import Detokenizer
+from billfish.engine.logprobs import TokenLogprobs
 from billfish.engine.outputs import EngineStats, FinishReason, RequestOutput, RequestRecord
-from billfish.engine.plan import Executor, StepPlan, StepResult
-from billfish.engine.request import Request
+from billfish.engine.plan import NOT_FINITE, Executor, StepPlan, StepResult
+from billfish.engine.prefix_cache import PrefixCache
+from billfish.engine.request import SEPARATOR, Request, sample_seed
 from billfish.engine.request_checks import (
     TokenSequences,
+    check_cache_salt,
     check_min_tokens,
     check_sampling,
     check_token_range,
 )
 from billfish.engine.scheduler import ScheduledStep, Scheduler
-from billfish.errors import BillfishError, CapacityError, ConfigError, InvalidRequestError
+from billfish.errors import CapacityError, ConfigError, ExecutorError, InvalidRequestError
 from billfish.sampling_params import SamplingParams
-
-
-class ExecutorError(BillfishError):
-    """The executor broke its side of the contract: its result does not answer the plan."""
 
 
 class Engine:
@@ -52,14 +52,19 @@ class Engine:
         eos_token_ids: Collection[int],
         token_bytes: Callable[[int], bytes],
         scheduler: SchedulerConfig,
+        prefix_caching: bool = True,
+        prefix_cache_key: bytes | None = None,
+        swap_blocks: int = 0,
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """num_blocks: usable KV blocks, of block_size tokens each. max_model_len: longest sequence
         in tokens; scheduler.max_model_len lowers it. token_bytes: the UTF-8 bytes of a token, b""
-        for control tokens and for ids below vocab_size that are no token. seed: of the seeds that
-        requests without one get; None takes the operating system's entropy. clock: seconds.
-        ConfigError if a setting is out of range.
+        for control tokens and for ids below vocab_size that are no token. prefix_caching: share the
+        blocks of equal beginnings. prefix_cache_key: of their digests; None draws one. swap_blocks:
+        places for KV blocks in host memory. seed: of the seeds that requests without one get; None
+        takes the operating system's entropy. clock: seconds.
+        ConfigError if a setting is out of range or two contradict each other.
         """
         if vocab_size < 1 or max_model_len < 1:
             raise ConfigError(
@@ -73,19 +78,23 @@ class Engine:
         self.max_model_len = min(max_model_len, scheduler.max_model_len or max_model_len)
         self._executor = executor
         self._pool = BlockPool(num_blocks, block_size)
-        self._scheduler = Scheduler(scheduler, self._pool)
+        self._host = _host_pool(scheduler, swap_blocks, block_size)
+        self._prefix_cache = PrefixCache(self._pool, prefix_cache_key) if prefix_caching else None
+        self._blocks = BlockManager(scheduler, self._pool, self._prefix_cache, self._host)
+        self._scheduler = Scheduler(scheduler, self._blocks)
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._token_bytes = token_bytes
         self._random = random.Random(seed)
         self._clock = clock
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, list[Request]] = {}  # the samples that go on
         self._undelivered: list[RequestOutput] = []
         self._steps = 0
         self._blocks_peak = 0
         self._output_tokens = 0
         self._slot_steps_allocated = 0
         self._slot_steps_used = 0
+        self._slot_steps_held = 0
         self._finished: Counter[FinishReason] = Counter()
 
     @property
@@ -100,15 +109,20 @@ class Engine:
         params: SamplingParams,
         *,
         bad_word_ids: TokenSequences = (),
+        cache_salt: str | None = None,
     ) -> None:
         """Queue a request. Nothing has changed if it is refused.
 
         max_tokens None generates for as long as max_model_len and the KV cache allow.
         bad_word_ids: params.bad_words as token ids, in all spellings (`Tokenizer.spellings`).
+        cache_salt: only requests with the same one share blocks of equal beginnings, and so can
+        tell by the time it takes whether another was there before; None is what all without one
+        share.
         InvalidRequestError: an argument is wrong, or the id belongs to a request that has not
         ended. CapacityError: it can never fit, or max_waiting requests wait already.
         """
         self._check_request_id(request_id)
+        check_cache_salt(cache_salt)
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError("params", f"must be SamplingParams, got {params!r}")
         stop_ids = frozenset(params.stop_token_ids)
@@ -116,48 +130,56 @@ class Engine:
         bad_words = check_sampling(params, stop_ids, bad_word_ids, self._vocab_size)
         prompt, max_tokens = self._check_prompt(prompt_token_ids, params.max_tokens)
         check_min_tokens(params, max_tokens)
-        max_waiting = self._scheduler.config.max_waiting
-        if len(self._scheduler.waiting) >= max_waiting:
-            raise CapacityError(
-                f"{len(self._scheduler.waiting)} requests are waiting and max_waiting is "
-                f"{max_waiting}: try again later, or raise max_waiting"
+        self._check_queue(params.n)
+        detokenizers = [
+            Detokenizer(self._token_bytes, prompt, params.stop, params.include_stop_str_in_output)
+            for _ in range(params.n)
+        ]
+        seed = self._random.getrandbits(64) if params.seed is None else params.seed
+        arrival = self._clock()
+        # One list for all samples: whichever computes the prompt fills it.
+        prompt_logprobs: list[TokenLogprobs | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
+        samples = [
+            Request(
+                request_id=request_id,
+                index=index,
+                prompt_token_ids=prompt,
+                params=params,
+                seed=sample_seed(seed, index),
+                max_tokens=max_tokens,
+                stop_ids=stop_ids,
+                bad_word_ids=bad_words,
+                detokenizer=detokenizer,
+                record=RequestRecord(
+                    arrival=arrival,
+                    num_prompt_tokens=len(prompt),
+                    logprobs=None if params.logprobs is None else [],
+                    prompt_logprobs=prompt_logprobs,
+                ),
+                cache_salt=cache_salt,
             )
-        detokenizer = Detokenizer(
-            self._token_bytes, prompt, params.stop, params.include_stop_str_in_output
-        )
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=prompt,
-            params=params,
-            seed=self._random.getrandbits(64) if params.seed is None else params.seed,
-            max_tokens=max_tokens,
-            stop_ids=stop_ids,
-            bad_word_ids=bad_words,
-            detokenizer=detokenizer,
-            record=RequestRecord(
-                arrival=self._clock(),
-                num_prompt_tokens=len(prompt),
-                logprobs=None if params.logprobs is None else [],
-                prompt_logprobs=None if params.prompt_logprobs is None else [None],
-            ),
-            num_tokens=len(prompt),
-        )
-        self._requests[request_id] = request
-        self._scheduler.add(request)
+            for index, detokenizer in enumerate(detokenizers)
+        ]
+        self._requests[request_id] = samples
+        for sample in samples:
+            self._scheduler.add(sample)
 
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now, whatever its state, and return its last output. No more will come.
+    def abort(self, request_id: str) -> list[RequestOutput]:
+        """End a request now, whatever its state: the last outputs of its samples. No more come.
 
-        None, and no harm, if there is no such request or its last output is out already.
+        Of samples whose last output is out already there is none. Empty, and no harm, if there is
+        no such request.
         """
-        request = self._requests.get(request_id)
-        if request is None:
-            return self._take_undelivered(request_id)
-        output = request.finish("abort")
-        self._scheduler.remove(request)
-        self._forget(request, "abort")
-        self._check_if_idle()
-        return output
+        outputs = self._take_undelivered(request_id)
+        for request in self._requests.get(request_id, [])[:]:
+            outputs.append(request.finish("abort"))
+            self._scheduler.remove(request)
+            self._forget(request, "abort")
+        if outputs:
+            self._check_if_idle()
+        return outputs
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; the outputs of the requests that got a token. See the class on failure.
@@ -176,30 +198,44 @@ class Engine:
             self._check_result(scheduled.plan, result)
             self._take_logprobs(scheduled.sampling, result)
             self._count_step()
+            self._scheduler.succeed(scheduled)
             self._postprocess(scheduled, result, outputs)
         except BaseException:
-            self._fail(scheduled.plan, outputs)
+            self._fail(scheduled, outputs)
             raise
         self._check_if_idle()
         return outputs
 
     def stats(self) -> EngineStats:
-        scheduler, pool = self._scheduler, self._pool
+        scheduler, pool, blocks = self._scheduler, self._pool, self._blocks
+        cache, host = self._prefix_cache, self._host
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             blocks_total=pool.num_blocks,
             blocks_free=pool.num_free,
+            blocks_cached=pool.num_cached,
             blocks_in_use=pool.in_use,
             blocks_peak=self._blocks_peak,
             kv_slots_allocated=pool.in_use * pool.block_size,
-            kv_slots_used=scheduler.slots_used(),
+            kv_slots_used=blocks.slots_used(scheduler.running),
             kv_slot_steps_allocated=self._slot_steps_allocated,
             kv_slot_steps_used=self._slot_steps_used,
+            kv_slot_steps_held=self._slot_steps_held,
             steps=self._steps,
             prefill_tokens=scheduler.num_prefill_tokens,
             output_tokens=self._output_tokens,
+            prefix_queries=cache.queries if cache else 0,
+            prefix_hits=cache.hits if cache else 0,
+            evictions=cache.evictions if cache else 0,
+            forks=scheduler.num_forks,
+            block_copies=blocks.num_copies,
             preemptions=scheduler.num_preemptions,
+            swaps=scheduler.num_swaps,
+            blocks_swapped_out=blocks.num_swapped_out,
+            blocks_swapped_in=blocks.num_swapped_in,
+            host_blocks_total=host.num_blocks if host else 0,
+            host_blocks_in_use=host.in_use if host else 0,
             finished=dict(self._finished),
         )
 
@@ -211,13 +247,15 @@ class Engine:
         for request in scheduled.sampling:
             if request.finish_reason is not None:  # aborted while the step was computed
                 continue
-            failure = result.failed.get(request.request_id)
+            failure = result.failed.get(request.sequence_id)
             if failure is not None:
+                if failure == NOT_FINITE:
+                    self._blocks.distrust(request)
                 output = request.finish("error", failure)
             else:
                 if request.record.first_token is None:
                     request.record.first_token = now
-                name = request.request_id
+                name = request.sequence_id
                 output = request.append(result.token_ids[name], result.logprobs.get(name))
                 self._output_tokens += 1
             outputs.append(output)
@@ -226,30 +264,33 @@ class Engine:
                 self._forget(request, output.finish_reason)
 
     def _forget(self, request: Request, reason: FinishReason) -> None:
-        del self._requests[request.request_id]
+        samples = self._requests[request.request_id]
+        samples.remove(request)
+        if not samples:
+            del self._requests[request.request_id]
         request.record.finished = self._clock()
         self._finished[reason] += 1
 
-    def _fail(self, plan: StepPlan, outputs: list[RequestOutput]) -> None:
+    def _fail(self, step: ScheduledStep, outputs: list[RequestOutput]) -> None:
         """A step failed: end all running requests, and keep the outputs for the next step."""
         self._undelivered += outputs
-        for request in self._scheduler.fail_running(plan):
+        for request in self._scheduler.fail(step):
             self._undelivered.append(request.finish("error"))
             self._forget(request, "error")
 
-    def _take_undelivered(self, request_id: str) -> RequestOutput | None:
-        last = None
-        for output in self._undelivered:
-            if output.request_id == request_id:
-                last = output
+    def _take_undelivered(self, request_id: str) -> list[RequestOutput]:
+        """The last outputs of a request's samples that a failed step has left to be delivered."""
+        last = {o.index: o for o in self._undelivered if o.request_id == request_id}
         self._undelivered = [o for o in self._undelivered if o.request_id != request_id]
-        return last
+        return [output for output in last.values() if output.finished]
 
     def _count_step(self) -> None:
+        pool, running = self._pool, self._scheduler.running
         self._steps += 1
-        self._blocks_peak = max(self._blocks_peak, self._pool.in_use)
-        self._slot_steps_allocated += self._pool.in_use * self._pool.block_size
-        self._slot_steps_used += self._scheduler.slots_used()
+        self._blocks_peak = max(self._blocks_peak, pool.in_use)
+        self._slot_steps_allocated += pool.in_use * pool.block_size
+        self._slot_steps_used += self._blocks.slots_used(running)
+        self._slot_steps_held += pool.block_size * sum(len(r.block_table) for r in running)
 
     def _check_if_idle(self) -> None:
         if not self.has_unfinished:
@@ -260,6 +301,7 @@ class Engine:
         if not isinstance(result, StepResult) or result.step != plan.step:
             raise ExecutorError(f"step {plan.step} was answered with {result!r}")
         due = {work.request_id for work in plan.work if work.samples}
+        due.update(fork.request_id for fork in plan.forks)
         answered = [*result.token_ids, *result.failed]
         if len(answered) != len(due) or set(answered) != due:
             missing = sorted(due.difference(answered), key=str)[:5]
@@ -277,12 +319,12 @@ class Engine:
     def _take_logprobs(self, sampling: list[Request], result: StepResult) -> None:
         """ExecutorError unless they are there for every token whose request asks for them."""
         if result.prompt_logprobs:
-            running = {request.request_id: request for request in self._scheduler.running}
-            for request_id, logprobs in result.prompt_logprobs.items():
-                if request_id in running:  # else aborted while the step was computed
-                    running[request_id].add_prompt_logprobs(logprobs)
+            running = {request.sequence_id: request for request in self._scheduler.running}
+            for sequence_id, logprobs in result.prompt_logprobs.items():
+                if sequence_id in running:  # else aborted while the step was computed
+                    running[sequence_id].add_prompt_logprobs(logprobs)
         for request in sampling:
-            name = request.request_id
+            name = request.sequence_id
             if request.finish_reason is not None or name not in result.token_ids:
                 continue
             missing = request.params.logprobs is not None and name not in result.logprobs
@@ -292,10 +334,21 @@ class Engine:
     def _check_request_id(self, request_id: str) -> None:
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequestError("request_id", f"must be a string, got {request_id!r}")
+        if SEPARATOR in request_id:
+            raise InvalidRequestError("request_id", f"must not hold {SEPARATOR!r}")
         if request_id in self._requests or any(
             request_id == output.request_id for output in self._undelivered
         ):
             raise InvalidRequestError("request_id", f"{request_id!r} is in use")
+
+    def _check_queue(self, samples: int) -> None:
+        waiting, most = len(self._scheduler.waiting), self._scheduler.config.max_waiting
+        if waiting + samples > most:
+            wanted = f" and n is {samples}" if samples > 1 else ""
+            raise CapacityError(
+                f"{waiting} requests are waiting{wanted} and max_waiting is {most}: "
+                "try again later, or raise max_waiting"
+            )
 
     def _check_prompt(
         self, prompt_token_ids: Sequence[int], max_tokens: int | None
@@ -339,3 +392,9 @@ class Engine:
             f"{num_prompt} prompt tokens + max_tokens {max_tokens} = {total} tokens, but {limit}: "
             f"max_tokens of at most {longest - num_prompt} fits this prompt"
         )
+
+
+def _host_pool(config: SchedulerConfig, swap_blocks: int, block_size: int) -> BlockPool | None:
+    if config.preemption == "swap" and swap_blocks == 0:
+        raise ConfigError('preemption is "swap" but swap_blocks is 0: give blocks of host memory')
+    return BlockPool(swap_blocks, block_size) if swap_blocks else None

@@ -15,8 +15,12 @@ more. abort: taken back by its owner. error: no token could be computed for it."
 class RequestMetrics:
     """How one request went. Times are readings of the engine's clock, in seconds.
 
-    A time that has not come yet is None. peak_blocks: most KV blocks held at once. preemptions: how
-    often its blocks were taken away and its tokens computed again.
+    A time that has not come yet is None. peak_blocks: most KV blocks held at once. shared_blocks:
+    those of them that it took over when it last started, from the prefix cache or from the sample
+    that it was forked from, instead of filling them. cached_tokens: prompt tokens found in the
+    prefix cache when the request first started; the same for all samples forked from one.
+    preemptions: how often its blocks were taken away. swaps: how often of these its KV went to host
+    memory and was not computed again.
     """
 
     arrival: float
@@ -26,7 +30,10 @@ class RequestMetrics:
     num_prompt_tokens: int
     num_output_tokens: int
     peak_blocks: int
+    shared_blocks: int
+    cached_tokens: int
     preemptions: int
+    swaps: int
 
     @property
     def queue_time(self) -> float | None:
@@ -66,17 +73,21 @@ class RequestRecord:
     first_token: float | None = None
     finished: float | None = None
     peak_blocks: int = 0
+    shared_blocks: int = 0
+    cached_tokens: int = 0
     preemptions: int = 0
+    swaps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What one step brought one request.
+    """What one step brought one request, or one of its samples where it asked for several.
 
     Building one costs the new tokens, not all of them: `token_ids`, `text`, `logprobs` and
     `metrics` are made when they are read. All but the last are those of this moment; `metrics` are
     the latest known, and final once the request has finished.
 
+    index: which of the `n` samples this is, from 0.
     new_token_ids: tokens of this step, the one that stopped the request included.
     delta: text of this step. Never half a character, never part of a stop string. The deltas of a
         request add up to exactly its text.
@@ -86,6 +97,7 @@ class RequestOutput:
     """
 
     request_id: str
+    index: int
     prompt_token_ids: tuple[int, ...]
     new_token_ids: tuple[int, ...]
     delta: str
@@ -141,7 +153,10 @@ class RequestOutput:
             num_prompt_tokens=record.num_prompt_tokens,
             num_output_tokens=len(record.token_ids),
             peak_blocks=record.peak_blocks,
+            shared_blocks=record.shared_blocks,
+            cached_tokens=record.cached_tokens,
             preemptions=record.preemptions,
+            swaps=record.swaps,
         )
 
 
@@ -149,29 +164,53 @@ class RequestOutput:
 class EngineStats:
     """The engine at one moment, and its totals since it started.
 
-    running, waiting: requests. blocks_*: KV blocks, the null block not counted; blocks_peak: most
-        in use in any step.
+    All counts of requests count samples: a request with n = 4 is four.
+
+    running, waiting: requests. blocks_*: KV blocks, the null block not counted; total = free +
+        cached + in_use. blocks_cached: held by no request and kept for their content, until needed.
+        blocks_peak: most in use in any step.
     kv_slots_allocated, kv_slots_used: token places in the blocks in use, and those that hold a
         token, now. kv_slot_steps_*: the same two, summed over all steps.
+    kv_slot_steps_held: token places in all block tables, where a shared block counts once for each
+        that shares it, summed over all steps.
     steps: plans that the executor completed.
     prefill_tokens: prompt tokens computed, and tokens computed again after a preemption.
     output_tokens: tokens generated. finished: requests by finish reason.
+    prefix_queries, prefix_hits: tokens of requests that started, or started again after a
+        preemption, and how many of them the prefix cache held. evictions: cached blocks that were
+        needed for something else.
+    forks: samples that began on the blocks of another one. block_copies: copies on write.
+    preemptions: blocks taken away from a request, swaps among them. blocks_swapped_out,
+        blocks_swapped_in: copies to and from host memory. host_blocks_total, host_blocks_in_use:
+        places for them, now.
     """
 
     running: int
     waiting: int
     blocks_total: int
     blocks_free: int
+    blocks_cached: int
     blocks_in_use: int
     blocks_peak: int
     kv_slots_allocated: int
     kv_slots_used: int
     kv_slot_steps_allocated: int
     kv_slot_steps_used: int
+    kv_slot_steps_held: int
     steps: int
     prefill_tokens: int
     output_tokens: int
+    prefix_queries: int
+    prefix_hits: int
+    evictions: int
+    forks: int
+    block_copies: int
     preemptions: int
+    swaps: int
+    blocks_swapped_out: int
+    blocks_swapped_in: int
+    host_blocks_total: int
+    host_blocks_in_use: int
     finished: Mapping[FinishReason, int]
 
     @property
@@ -183,3 +222,14 @@ class EngineStats:
         if not self.kv_slot_steps_allocated:
             return 0.0
         return 1.0 - self.kv_slot_steps_used / self.kv_slot_steps_allocated
+
+    @property
+    def kv_saved(self) -> float:
+        """Share of KV memory saved by sharing, over all steps: of the blocks that there would be if
+        each request had its own; 0 before the first step.
+
+        The measure of the PagedAttention paper, section 6.3.
+        """
+        if not self.kv_slot_steps_held:
+            return 0.0
+        return 1.0 - self.kv_slot_steps_allocated / self.kv_slot_steps_held

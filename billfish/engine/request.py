@@ -1,26 +1,43 @@
-"""One request, as the scheduler and the step loop see it."""
+"""One sample of a request, as the scheduler and the step loop see it: most requests have one."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from billfish.engine.detokenizer import Detokenizer
 from billfish.engine.logprobs import PromptLogprobs, TokenLogprobs
 from billfish.engine.outputs import FinishReason, RequestOutput, RequestRecord
-from billfish.engine.plan import Admission
+from billfish.engine.plan import Admission, Fork
 from billfish.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from billfish.engine.prefix_cache import CachedBlock
+
+SEPARATOR = "\0"
+"""Between the id of a request and the number of a sample; no request id may hold it."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Mutable state of a live request.
+    """Mutable state of a live sample.
 
-    max_tokens: most tokens it may generate, resolved. stop_ids: token ids that end it.
-    bad_word_ids: token sequences that it must not generate.
+    request_id: what its owner calls the request, the same for all its samples. index: which of them
+    this is. sequence_id: what plans call it. max_tokens: most tokens it may generate, resolved.
+    stop_ids: token ids that end it. bad_word_ids: token sequences that it must not generate.
+    cache_salt: see `prefix_cache`.
+
     num_tokens: tokens known, prompt and output. num_computed_tokens: those whose KV is in the
-    cache, or will be once the plans made so far have run. num_prefill_tokens: tokens known when it
-    was last admitted; what is computed past them is decoding.
+    cache, or will be once the plans made so far have run; while it waits, those whose KV is in
+    host_blocks. num_found_tokens: those whose KV came with its first blocks, and is not written
+    again. num_prefill_tokens: tokens known when it was last admitted; what is computed past them is
+    decoding.
+
+    block_table: its KV blocks. host_blocks: where its KV is in host memory while it is swapped out.
+    digests: of its full blocks, as far as they were asked for. chain: its first full blocks, as far
+    as the prefix cache knows them.
     """
 
     request_id: str
+    index: int
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
@@ -29,27 +46,52 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...]
     detokenizer: Detokenizer
     record: RequestRecord
-    num_tokens: int
+    cache_salt: str | None = None
+    sequence_id: str = field(init=False)
+    num_tokens: int = field(init=False)
     num_computed_tokens: int = 0
+    num_found_tokens: int = 0
     num_prefill_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
+    host_blocks: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    chain: list["CachedBlock"] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.prompt_token_ids)
+        self.sequence_id = self.request_id
+        if self.index:
+            self.sequence_id += f"{SEPARATOR}{self.index}"
 
     @property
     def max_kv_tokens(self) -> int:
         """Most tokens whose KV is ever written: the last token generated is never computed."""
         return len(self.prompt_token_ids) + self.max_tokens - 1
 
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """Known tokens [start, end)."""
+        prompt = self.prompt_token_ids
+        if end <= len(prompt):
+            return prompt[start:end]
+        generated = self.record.token_ids
+        return prompt[start:] + tuple(generated[max(0, start - len(prompt)) : end - len(prompt)])
+
     def admission(self) -> Admission:
         return Admission(
-            request_id=self.request_id,
-            token_ids=self.prompt_token_ids + tuple(self.record.token_ids),
+            request_id=self.sequence_id,
+            token_ids=self.tokens(0, self.num_tokens),
             num_prompt_tokens=len(self.prompt_token_ids),
             sampling=self.params,
             seed=self.seed,
             stop_ids=self.stop_ids,
             bad_word_ids=self.bad_word_ids,
+            block_ids=tuple(self.block_table),
+            num_computed_tokens=max(self.num_found_tokens, self.num_computed_tokens),
         )
+
+    def fork(self, source: "Request") -> Fork:
+        return Fork(self.sequence_id, source.sequence_id, self.seed)
 
     @property
     def needs_prompt_logits(self) -> bool:
@@ -60,7 +102,7 @@ class Request:
         )
 
     def add_prompt_logprobs(self, new: PromptLogprobs) -> None:
-        """Take the next of them; those that a preempted request had already are passed over."""
+        """Take the next of them; those that are known already are passed over."""
         known = self.record.prompt_logprobs
         if known is not None and new.start <= len(known):
             known.extend(new.tokens[len(known) - new.start :])
@@ -108,6 +150,7 @@ class Request:
             record.text_pieces.append(delta)
         return RequestOutput(
             self.request_id,
+            self.index,
             self.prompt_token_ids,
             new_token_ids,
             delta,
@@ -117,3 +160,12 @@ class Request:
             len(record.text_pieces),
             record,
         )
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of a sample: that of its request for the first, so n does not change it.
+
+    Sample i adds i times 2^64 divided by the golden ratio, modulo 2^64: all differ, and the sampler
+    mixes the bits of a seed before it uses them.
+    """
+    return seed if index == 0 else (seed + index * 0x9E3779B97F4A7C15) % 2**64

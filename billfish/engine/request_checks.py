@@ -1,9 +1,11 @@
-"""What of a request depends on the vocabulary, checked before the engine takes it."""
+"""What of a request is checked before the engine takes it, the vocabulary known."""
 
 from collections.abc import Sequence
 
 from billfish.errors import InvalidRequestError
 from billfish.sampling_params import SamplingParams
+
+MAX_CACHE_SALT_LENGTH = 1024
 
 TokenSequences = Sequence[Sequence[int]]
 
@@ -62,4 +64,17 @@ def check_min_tokens(params: SamplingParams, max_tokens: int) -> None:
     if params.min_tokens > max_tokens:
         raise InvalidRequestError(
             "min_tokens", f"{params.min_tokens} do not fit: {max_tokens} is the most"
+        )
+
+
+def check_cache_salt(cache_salt: str | None) -> None:
+    """InvalidRequestError unless it is None or a text of 1 to MAX_CACHE_SALT_LENGTH characters."""
+    if cache_salt is None:
+        return
+    if not isinstance(cache_salt, str):
+        raise InvalidRequestError("cache_salt", f"must be a string, got {cache_salt!r}")
+    if not 0 < len(cache_salt) <= MAX_CACHE_SALT_LENGTH:
+        raise InvalidRequestError(
+            "cache_salt",
+            f"must have 1 to {MAX_CACHE_SALT_LENGTH} characters, got {len(cache_salt)}",
         )

@@ -1,50 +1,79 @@
 """Decides what each step computes. It knows tokens, not phases, and never looks at their values.
 
-Requests are served strictly in order of arrival. `running` is in that order, so is `waiting`, and
-all that run arrived before all that wait: only the oldest waiting request is admitted, and only the
-youngest running one is preempted, to become the oldest that waits.
+Requests are served strictly in order of arrival, the samples of one in order of their numbers.
+`running` is in that order, so is `waiting`, and all that run arrived before all that wait: only the
+oldest waiting request is admitted, and only the youngest running one is preempted, to become the
+oldest that waits. (Here each sample is a request of its own.)
 
 Three rules keep a full cache from thrashing:
 
 - Only a younger request gives way to an older one. A request for which no younger one is left to
   give way computes what the free blocks allow, perhaps nothing, and keeps its blocks: nobody needs
   them yet.
-- A request is admitted only if the free blocks hold all known tokens and one block's worth of new
-  ones, both its own and those of every running request. So for that many steps after an admission
-  nobody runs out of blocks, and nobody is preempted.
-- A preempted request counts as a waiting one, so it comes back by the same rule.
+- A request is admitted only if the blocks that can be allocated hold all known tokens and one
+  block's worth of new ones, both its own and those of every running request. So for that many steps
+  after an admission nobody runs out of blocks, and nobody is preempted.
+- A preempted request counts as a waiting one, so it comes back by the same rule, whether its KV is
+  computed again or swapped in.
 
 The oldest request is never preempted and its blocks always suffice, since a request that cannot fit
 into the whole pool is refused at the door. So every step makes progress and every request ends.
+
+A sample that waits behind one whose prompt is complete in this step is forked from it, at no cost
+but that of its own tokens. While a prompt is computed it takes what is left of each step's budget,
+so nobody younger is admitted before its samples. Samples for which there are no seats or blocks at
+that moment wait, and are admitted like anybody else: their prompt is in the prefix cache.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field
 
 from billfish.config import SchedulerConfig
-from billfish.engine.block_pool import BlockPool
-from billfish.engine.plan import Admission, StepPlan, Work
+from billfish.engine.block_manager import BlockManager
+from billfish.engine.plan import Admission, Fork, StepPlan, Work
+from billfish.engine.prefix_cache import CachedBlock
 from billfish.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A plan, and the requests for which it chooses a token."""
+    """A plan, and what is to be done once it has succeeded or failed.
+
+    computed: the requests whose tokens it computes. sampling: those for which it chooses a token.
+    swapped: those that it swaps out.
+    """
 
     plan: StepPlan
+    computed: list[Request]
     sampling: list[Request]
+    swapped: list[Request]
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The step that is being made. source: whose prompt it completes, so that it can be forked."""
+
+    budget: int
+    computed: list[Request] = field(default_factory=list)
+    sampling: list[Request] = field(default_factory=list)
+    swapped: list[Request] = field(default_factory=list)
+    admitted: list[Admission] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
+    forks: list[Fork] = field(default_factory=list)
+    source: Request | None = None
 
 
 class Scheduler:
-    """Spends each step's token budget on the requests, and the pool's blocks on their tokens."""
+    """Spends each step's token budget on the requests, and the blocks on their tokens."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
         self.config = config
-        self.pool = pool
+        self.blocks = blocks
         self.running: list[Request] = []
         self.waiting: OrderedDict[str, Request] = OrderedDict()
         self.num_preemptions = 0
+        self.num_swaps = 0
+        self.num_forks = 0
         self.num_prefill_tokens = 0
         self._released: list[str] = []
         self._next_step = 0
@@ -55,23 +84,37 @@ class Scheduler:
         return not (self.running or self.waiting or self._released)
 
     def add(self, request: Request) -> None:
-        self.waiting[request.request_id] = request
+        self.waiting[request.sequence_id] = request
 
     def remove(self, request: Request) -> None:
         """Take a request that has ended off the books; the next plan tells the executor."""
-        if self.waiting.pop(request.request_id, None) is None:
+        if self.waiting.pop(request.sequence_id, None) is None:
             self.running.remove(request)
-            self._give_up_blocks(request)
+            self._released.append(request.sequence_id)
+            self.blocks.give_up(request)
+        else:
+            self.blocks.forget_swapped(request)
 
-    def fail_running(self, plan: StepPlan) -> list[Request]:
+    def succeed(self, step: ScheduledStep) -> None:
+        """A step has been computed: what is in its blocks can be shared from now on."""
+        self.blocks.register(step.computed)
+
+    def fail(self, step: ScheduledStep) -> list[Request]:
         """Take off the books all that the executor was told to know, after a plan failed.
 
-        What it has forgotten or learned of that plan is unknown: the next plan releases it all.
+        What it has forgotten, learned or copied of that plan is unknown: the next plan releases it
+        all, and what was to be swapped out is computed again.
         """
         failed = self.running[:]
-        self._released = list(dict.fromkeys([*plan.released, *self._released]))
+        self._released = list(dict.fromkeys([*step.plan.released, *self._released]))
         for request in failed:
             self.remove(request)
+        for request in step.swapped:
+            if request.host_blocks:  # not aborted meanwhile
+                self.blocks.forget_swapped(request)
+                request.num_computed_tokens = 0
+                request.record.swaps -= 1
+                self.num_swaps -= 1
         return failed
 
     def schedule(self, now: float) -> ScheduledStep | None:
@@ -80,102 +123,164 @@ class Scheduler:
         Deterministic: the same calls in the same order make the same plans. now: the time to record
         for requests that start.
         """
-        budget = self.config.max_num_batched_tokens
-        work: list[Work] = []
-        sampling: list[Request] = []
+        step = _Draft(self.config.max_num_batched_tokens)
         # _make_room takes requests off the end of this list, never the current one or one before.
         for request in self.running:
-            wanted = min(request.num_tokens - request.num_computed_tokens, budget)
-            num_tokens = self._make_room(request, wanted)
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
+            if not num_tokens:
+                continue
+            lacks = self.blocks.lacks(request, request.num_computed_tokens + num_tokens)
+            if lacks:
+                num_tokens, lacks = self._make_room(request, num_tokens, step)
             if num_tokens:
-                work.append(self._assign(request, num_tokens, sampling))
-                budget -= num_tokens
-        admitted = self._admit(budget, work, sampling, now) if self.waiting else ()
-        if not (work or self._released):
+                self._assign(request, num_tokens, lacks, step)
+        if self.waiting:
+            self._admit(step, now)
+        if not (step.work or self._released):
             return None
-        plan = StepPlan(self._next_step, tuple(self._released), admitted, tuple(work))
+        swap_out, copies, swap_in = self.blocks.take_moves()
+        plan = StepPlan(
+            step=self._next_step,
+            released=tuple(self._released),
+            swap_out=swap_out,
+            copies=copies,
+            swap_in=swap_in,
+            admitted=tuple(step.admitted),
+            work=tuple(step.work),
+            forks=tuple(step.forks),
+        )
         self._next_step += 1
         self._released = []
-        return ScheduledStep(plan, sampling)
+        return ScheduledStep(plan, step.computed, step.sampling, step.swapped)
 
-    def _make_room(self, request: Request, num_tokens: int) -> int:
-        """How many of these tokens the request can write, once younger requests gave way."""
-        pool, held = self.pool, len(request.block_table)
-        wanted = pool.blocks_for(request.num_computed_tokens + num_tokens) - held
-        while wanted > pool.num_free and self.running[-1] is not request:
-            self._preempt_youngest()
-        if wanted <= pool.num_free:
-            return num_tokens
-        return (held + pool.num_free) * pool.block_size - request.num_computed_tokens
+    def _make_room(self, request: Request, num_tokens: int, step: _Draft) -> tuple[int, int]:
+        """How many of these tokens the request can write, and how many blocks it takes for them,
+        once younger requests gave way."""
+        blocks, pool = self.blocks, self.blocks.pool
+        end = request.num_computed_tokens + num_tokens
+        while (lacks := blocks.lacks(request, end)) > pool.available:
+            if self.running[-1] is request:
+                room = len(request.block_table) + pool.available - blocks.must_copy(request)
+                num_tokens = room * pool.block_size - request.num_computed_tokens
+                return max(0, num_tokens), pool.available
+            self._preempt_youngest(step)
+        return num_tokens, lacks
 
-    def _preempt_youngest(self) -> None:
+    def _preempt_youngest(self, step: _Draft) -> None:
         request = self.running.pop()
-        self._give_up_blocks(request)
-        request.num_computed_tokens = 0
+        self._released.append(request.sequence_id)
+        if self.blocks.should_swap(request):
+            self.blocks.swap_out(request)
+            step.swapped.append(request)
+            request.record.swaps += 1
+            self.num_swaps += 1
+        else:
+            self.blocks.give_up(request)
         request.record.preemptions += 1
         self.num_preemptions += 1
-        self.waiting[request.request_id] = request
-        self.waiting.move_to_end(request.request_id, last=False)
+        self.waiting[request.sequence_id] = request
+        self.waiting.move_to_end(request.sequence_id, last=False)
 
-    def _give_up_blocks(self, request: Request) -> None:
-        # Last block first: the beginning of a sequence is what others are likeliest to share.
-        self.pool.free(request.block_table[::-1])
-        request.block_table.clear()
-        self._released.append(request.request_id)
-
-    def _admit(
-        self, budget: int, work: list[Work], sampling: list[Request], now: float
-    ) -> tuple[Admission, ...]:
+    def _admit(self, step: _Draft, now: float) -> None:
         """Start waiting requests, oldest first, while budget, seats and blocks last."""
-        seats = self.config.max_num_seqs - len(self.running)
-        if not (budget and seats):
-            return ()
-        admitted: list[Admission] = []
-        spare = self.pool.num_free - sum(map(self._blocks_soon, self.running))
-        while self.waiting and budget and len(admitted) < seats:
+        blocks, seats = self.blocks, self.config.max_num_seqs
+        if len(self.running) == seats or not (step.budget or step.source):
+            return
+        spare = blocks.pool.available - sum(map(self._lacks_soon, self.running))
+        while self.waiting and len(self.running) < seats:
             request = next(iter(self.waiting.values()))
-            spare -= self._blocks_soon(request)
-            if spare < 0:
+            source = step.source
+            if source is not None and _can_fork(source, request):
+                spare -= self._fork_cost(source)
+                if spare < 0:
+                    break
+                self._start(request, now)
+                self._fork(source, request, step)
+            elif step.budget:
+                found = blocks.find(request)
+                spare -= blocks.cost(found, self._tokens_soon(request))
+                if spare < 0:
+                    break
+                self._start(request, now)
+                self._begin(request, found, step)
+            else:
                 break
-            del self.waiting[request.request_id]
-            self.running.append(request)
-            request.num_prefill_tokens = request.num_tokens
-            if request.record.first_scheduled is None:
-                request.record.first_scheduled = now
-            admitted.append(request.admission())
-            num_tokens = min(request.num_tokens, budget)
-            work.append(self._assign(request, num_tokens, sampling))
-            budget -= num_tokens
-        return tuple(admitted)
 
-    def _blocks_soon(self, request: Request) -> int:
-        """Blocks it lacks for its known tokens and for as many new ones as a block holds."""
-        tokens = min(request.num_tokens + self.pool.block_size, request.max_kv_tokens)
-        return self.pool.blocks_for(tokens) - len(request.block_table)
+    def _start(self, request: Request, now: float) -> None:
+        """Give it a seat."""
+        del self.waiting[request.sequence_id]
+        self.running.append(request)
+        request.num_prefill_tokens = request.num_tokens
+        if request.record.first_scheduled is None:
+            request.record.first_scheduled = now
 
-    def _assign(self, request: Request, num_tokens: int, sampling: list[Request]) -> Work:
-        """Give the request the blocks that these tokens need, and count them as computed."""
+    def _begin(self, request: Request, found: list[CachedBlock], step: _Draft) -> None:
+        """Begin with what the prefix cache or the host memory has of it, and compute the rest."""
+        record = request.record
+        self.blocks.start(request, found)
+        record.shared_blocks = len(found)
+        record.peak_blocks = max(record.peak_blocks, len(request.block_table))
+        if not record.preemptions:
+            record.cached_tokens = request.num_found_tokens
+        step.admitted.append(request.admission())
+        num_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
+        lacks = self.blocks.lacks(request, request.num_computed_tokens + num_tokens)
+        self._assign(request, num_tokens, lacks, step)
+
+    def _fork(self, source: Request, request: Request, step: _Draft) -> None:
+        self.blocks.fork(source, request)
+        record = request.record
+        record.peak_blocks = record.shared_blocks = len(request.block_table)
+        record.cached_tokens = source.record.cached_tokens
+        record.first_scheduled = source.record.first_scheduled
+        self.num_forks += 1
+        step.forks.append(request.fork(source))
+        step.sampling.append(request)
+
+    def _tokens_soon(self, request: Request) -> int:
+        """Its known tokens and as many new ones as a block holds, as far as it may go."""
+        return min(request.num_tokens + self.blocks.pool.block_size, request.max_kv_tokens)
+
+    def _lacks_soon(self, request: Request) -> int:
+        return self.blocks.lacks(request, self._tokens_soon(request))
+
+    def _fork_cost(self, source: Request) -> int:
+        """Blocks that one more sample of this prompt takes soon; all share the last, if not full.
+
+        The first to write to it copies it, and so on until the last, who owns it.
+        """
+        pool, soon = self.blocks.pool, self._tokens_soon(source)
+        partial = source.num_tokens % pool.block_size > 0 and soon > source.num_tokens
+        return pool.blocks_for(soon) - len(source.block_table) + partial
+
+    def _assign(self, request: Request, num_tokens: int, lacks: int, step: _Draft) -> None:
+        """Give the request the blocks that these tokens take, and count them as computed."""
         start = request.num_computed_tokens
         end = start + num_tokens
+        record = request.record
         new_blocks: tuple[int, ...] = ()
-        count = self.pool.blocks_for(end) - len(request.block_table)
-        if count:
-            block_ids = self.pool.allocate(count)
-            new_blocks = tuple(block_ids)
-            request.block_table += block_ids
-            request.record.peak_blocks = max(request.record.peak_blocks, len(request.block_table))
+        replaces_last = False
+        if lacks:
+            new_blocks, replaces_last = self.blocks.extend(request, lacks)
+            record.peak_blocks = max(record.peak_blocks, len(request.block_table))
         request.num_computed_tokens = end
-        self.num_prefill_tokens += max(0, min(end, request.num_prefill_tokens) - start)
+        step.budget -= num_tokens
+        if start < request.num_prefill_tokens:
+            self.num_prefill_tokens += min(end, request.num_prefill_tokens) - start
         samples = end == request.num_tokens
         if samples:
-            sampling.append(request)
-        return Work(request.request_id, start, num_tokens, new_blocks, samples)
-
-    def slots_used(self) -> int:
-        """KV slots that hold a token, or will once the plans made so far have run."""
-        return sum(request.num_computed_tokens for request in self.running)
+            step.sampling.append(request)
+            if not record.token_ids:
+                step.source = request
+        step.computed.append(request)
+        work = Work(request.sequence_id, start, num_tokens, new_blocks, samples, replaces_last)
+        step.work.append(work)
 
     def check(self) -> None:
-        """InvariantError unless the pool agrees with the block tables of all requests."""
-        requests = chain(self.running, self.waiting.values())
-        self.pool.check(request.block_table for request in requests)
+        """InvariantError unless the pools agree with what all requests hold."""
+        self.blocks.check(self.running, self.waiting.values())
+
+
+def _can_fork(source: Request, request: Request) -> bool:
+    """Whether both are samples of one prompt, and neither is past it."""
+    return source.request_id == request.request_id and not request.record.token_ids

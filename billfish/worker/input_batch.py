@@ -1,21 +1,23 @@
 """What the worker remembers of each request, and the tensors of a step made from it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from billfish.engine.plan import NULL_BLOCK, Admission, StepPlan, Work
+from billfish.engine.plan import NULL_BLOCK, Admission, Fork, StepPlan
 from billfish.kernels.paged_attention import AttentionMetadata
+from billfish.kernels.paged_attention.metadata import PADDING_SLOT
 from billfish.sampling_params import SamplingParams
 from billfish.worker.logits_processor import LogitsRules
 
 
 @dataclass(slots=True)
 class Row:
-    """A request's place in the batch: its row in the token table and in the block table.
+    """A sequence's place in the batch: its row in the token table and in the block table.
 
     resumed: it came with generated tokens, after a preemption. rules: what it asks of its logits.
+    num_found_tokens: tokens whose KV was there when it was admitted.
     """
 
     index: int
@@ -26,14 +28,15 @@ class Row:
     resumed: bool
     rules: LogitsRules | None
     num_blocks: int = 0
+    num_found_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step's tensors. T tokens, R requests, S of them sampled.
+    """A step's tensors. T tokens, R sequences, S tokens sampled.
 
     token_ids, positions: int64 [T]. sample_index: int64 [S], which of the T tokens are sampled
-    from; sampled: the requests, in the same order.
+    from; sampled: the sequences, in the same order. Forks repeat the place of their source.
     """
 
     token_ids: Tensor
@@ -44,7 +47,7 @@ class StepInputs:
 
 
 class InputBatch:
-    """Token ids and block tables of all admitted requests, kept from step to step."""
+    """Token ids and block tables of all admitted sequences, kept from step to step."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         max_blocks = -(-max_model_len // block_size)
@@ -55,7 +58,7 @@ class InputBatch:
         self._free_rows = list(reversed(range(max_num_seqs)))
 
     def apply(self, plan: StepPlan) -> None:
-        """Forgets the released requests, learns the admitted ones, extends the block tables."""
+        """Forgets what is released, learns what is admitted and forked, extends block tables."""
         for request_id in plan.released:
             # A plan that failed half way may not have admitted what is now released.
             if row := self.rows.pop(request_id, None):
@@ -63,12 +66,12 @@ class InputBatch:
         for admission in plan.admitted:
             self._admit(admission)
         for work in plan.work:
-            row = self.rows[work.request_id]
             if work.new_block_ids:
-                end = row.num_blocks + len(work.new_block_ids)
-                new = torch.tensor(work.new_block_ids, dtype=torch.int32)
-                self.block_table[row.index, row.num_blocks : end] = new
-                row.num_blocks = end
+                row = self.rows[work.request_id]
+                row.num_blocks -= work.replaces_last
+                self._add_blocks(row, work.new_block_ids)
+        for fork in plan.forks:
+            self._fork(fork)
 
     def append(self, request_id: str, token_id: int) -> None:
         """Adds a sampled token. At the very end of the context there is no place, nor a need."""
@@ -77,8 +80,9 @@ class InputBatch:
             self.token_ids[row.index, row.num_tokens] = token_id
         row.num_tokens += 1
 
-    def build(self, work: tuple[Work, ...]) -> StepInputs:
-        """The tensors of a step; `work` must not be empty."""
+    def build(self, plan: StepPlan) -> StepInputs:
+        """The tensors of a step; its work must not be empty."""
+        work = plan.work
         rows = [self.rows[item.request_id] for item in work]
         row_index = torch.tensor([row.index for row in rows])
         query_lens = torch.tensor([item.num_tokens for item in work])
@@ -95,20 +99,26 @@ class InputBatch:
         metadata = AttentionMetadata.build(
             self.block_table[row_index, :longest], seq_lens, query_lens, self.block_size
         )
-        samples = [i for i, item in enumerate(work) if item.samples]
+        found = torch.tensor([row.num_found_tokens for row in rows])
+        if bool((starts < found).any()):  # the KV of these tokens is there, and stays as it is
+            known = positions < found.repeat_interleave(query_lens)
+            slots = metadata.slot_mapping.masked_fill(known, PADDING_SLOT)
+            metadata = replace(metadata, slot_mapping=slots)
+        places = {item.request_id: i for i, item in enumerate(work) if item.samples}
+        places |= {fork.request_id: places[fork.source] for fork in plan.forks}
         return StepInputs(
             token_ids=token_ids,
             positions=positions,
             metadata=metadata,
-            sample_index=ends[samples] - 1,
-            sampled=tuple(work[i].request_id for i in samples),
+            sample_index=ends[list(places.values())] - 1,
+            sampled=tuple(places),
         )
 
     def _admit(self, admission: Admission) -> None:
         index = self._free_rows.pop()
         tokens = torch.tensor(admission.token_ids, dtype=torch.int64)
         self.token_ids[index, : len(tokens)] = tokens
-        self.rows[admission.request_id] = Row(
+        row = Row(
             index,
             admission.sampling,
             admission.seed,
@@ -116,4 +126,21 @@ class InputBatch:
             num_prompt_tokens=admission.num_prompt_tokens,
             resumed=len(tokens) > admission.num_prompt_tokens,
             rules=LogitsRules.of(admission),
+            num_found_tokens=admission.num_computed_tokens,
         )
+        self._add_blocks(row, admission.block_ids)
+        self.rows[admission.request_id] = row
+
+    def _fork(self, fork: Fork) -> None:
+        source, index = self.rows[fork.source], self._free_rows.pop()
+        self.token_ids[index] = self.token_ids[source.index]
+        self.block_table[index] = self.block_table[source.index]
+        rules = source.rules.fork() if source.rules else None
+        self.rows[fork.request_id] = replace(source, index=index, seed=fork.seed, rules=rules)
+
+    def _add_blocks(self, row: Row, block_ids: tuple[int, ...]) -> None:
+        end = row.num_blocks + len(block_ids)
+        self.block_table[row.index, row.num_blocks : end] = torch.tensor(
+            block_ids, dtype=torch.int32
+        )
+        row.num_blocks = end

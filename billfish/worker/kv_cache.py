@@ -35,15 +35,22 @@ def plan_num_blocks(config: ModelConfig, cache: CacheConfig, dtype: torch.dtype)
 
 
 def allocate(
-    config: ModelConfig, cache: CacheConfig, num_blocks: int, dtype: torch.dtype
+    config: ModelConfig,
+    cache: CacheConfig,
+    num_blocks: int,
+    dtype: torch.dtype,
+    *,
+    reserved: int = 0,
 ) -> Tensor:
     """[num_layers, 2, 1 + num_blocks, block_size, num_kv_heads, head_dim], the null block first.
 
-    Pages that the system maps to memory only when they are first written: a block that is never
-    used costs nothing. Raises CapacityError where the machine has less memory to give than all.
+    Also the host memory for swapped blocks, which are numbered the same way. Pages that the system
+    maps to memory only when they are first written: a block that is never used costs nothing.
+    reserved: bytes that others were given and have not written yet. Raises CapacityError where the
+    machine has less memory to give than all.
     """
     each = block_bytes(config, cache.block_size, dtype)
-    asked, there = (1 + num_blocks) * each, _available_memory()
+    asked, there = (1 + num_blocks) * each, max(0, _available_memory() - reserved)
     if asked > there:
         raise CapacityError(
             f"a KV cache of {num_blocks} blocks takes {asked} bytes and {there} are available: at "

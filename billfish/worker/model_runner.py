@@ -3,21 +3,23 @@
 import torch
 from torch import Tensor
 
-from billfish.engine.plan import StepPlan, StepResult
+from billfish.engine.plan import NOT_FINITE, BlockPairs, StepPlan, StepResult
+from billfish.errors import ConfigError
+from billfish.kernels import paged_attention
 from billfish.models.llama import LlamaForCausalLM
 from billfish.worker.input_batch import InputBatch
 from billfish.worker.logits_processor import LogitsProcessor
 from billfish.worker.logprobs import prompt_logprobs, token_logprobs
 from billfish.worker.sampler import NO_TOKEN, sample
 
-NOT_FINITE = "the model's logits are not finite"
 NOTHING_LEFT = "allowed_token_ids, bad_words and min_tokens leave no token to choose"
 
 
 class ModelRunner:
     """The executor of one model on one device; see `billfish.engine.plan.Executor`.
 
-    kv_cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]. vocab_size: tokens
+    kv_cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]. host_cache: the same
+    in host memory, for blocks that are swapped out; None where none ever are. vocab_size: tokens
     that may be chosen; a model's own vocabulary may be longer, padded to a round number.
     """
 
@@ -29,19 +31,22 @@ class ModelRunner:
         vocab_size: int,
         max_num_seqs: int,
         max_model_len: int,
+        host_cache: Tensor | None = None,
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
+        self.host_cache = host_cache
         self.vocab_size = vocab_size
         self.processor = LogitsProcessor(max_num_seqs, vocab_size)
         self.batch = InputBatch(max_num_seqs, max_model_len, block_size=kv_cache.shape[3])
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
+        self._move_blocks(plan)
         self.batch.apply(plan)
         if not plan.work:
             return StepResult(plan.step)
-        inputs = self.batch.build(plan.work)
+        inputs = self.batch.build(plan)
         hidden = self.model(inputs.token_ids, inputs.positions, self.kv_cache, inputs.metadata)
         result = StepResult(plan.step)
         work = [(item, self.batch.rows[item.request_id]) for item in plan.work]
@@ -76,3 +81,27 @@ class ModelRunner:
             tops = [rows[i].sampling.logprobs or 0 for i in asking]
             found = token_logprobs(logits[asking], [token_ids[i] for i in asking], tops)
             result.logprobs.update(zip((request_ids[i] for i in asking), found, strict=True))
+
+    def _move_blocks(self, plan: StepPlan) -> None:
+        """All swaps and copies of the plan, one call a kind, in the plan's order."""
+        if plan.swap_out:
+            source, target = _block_ids(plan.swap_out)
+            paged_attention.swap_blocks(self.kv_cache, self._host(), source, target)
+        if plan.copies:
+            device = self.kv_cache.device
+            source, target = (ids.to(device) for ids in _block_ids(plan.copies))
+            paged_attention.copy_blocks(self.kv_cache, source, target)
+        if plan.swap_in:
+            source, target = _block_ids(plan.swap_in)
+            paged_attention.swap_blocks(self._host(), self.kv_cache, source, target)
+
+    def _host(self) -> Tensor:
+        if self.host_cache is None:
+            raise ConfigError("a plan swaps blocks, but there is no host memory for them")
+        return self.host_cache
+
+
+def _block_ids(pairs: BlockPairs) -> tuple[Tensor, Tensor]:
+    """Sources and destinations, int64 [P] each."""
+    source, target = torch.tensor(pairs).unbind(1)
+    return source.contiguous(), target.contiguous()

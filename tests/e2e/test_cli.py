@@ -85,6 +85,24 @@ def test_generate_json_logprobs(tiny: str) -> None:
         assert set(each["top"][0]) == {"id", "token", "logprob"}
 
 
+def test_generate_samples(tiny: str) -> None:
+    options = ["-m", tiny, "--max-tokens", "8", "--temperature", "1", "--seed", "1"]
+    result = run("generate", *options, "-n", "3", "--json", "Hello", "Bye")
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(line["prompt"], line["index"]) for line in lines] == [
+        (prompt, index) for prompt in ("Hello", "Bye") for index in range(3)
+    ]
+    assert len({line["text"] for line in lines[:3]}) == 3
+    shown = run("generate", *options, "-n", "3", "--ledger", "Hello")
+    assert shown.stdout == "".join(
+        f"\n>>> Hello [{line['index']}]\n{line['text']}\n" for line in lines[:3]
+    )
+    assert "samples forked" in shown.stderr
+    one = run("generate", *options, "--json", "Hello", "Bye")
+    assert json.loads(one.stdout.splitlines()[0]) == lines[0]
+
+
 def test_a_models_own_defaults_are_shown_and_give_way(tmp_path: Path) -> None:
     path = tmp_path / "hot.gguf"
     tiny_gguf.write(path, metadata=lambda w: w.add_float32("general.sampling.temp", 5.0))
@@ -114,6 +132,8 @@ def test_generate_chat_uses_the_template_and_shows_the_ledger(tiny: str) -> None
         (["--json", "--logprobs", "21", "x"], "logprobs"),
         (["--logprobs", "2", "x"], "--json"),
         (["--min-tokens", "200", "x"], "min_tokens"),
+        (["-n", "0", "x"], "n: must be between 1 and 128"),
+        (["-n", "3", "--max-tokens", "100000", "x"], "max_model_len is 512"),
         (["--dtype", "int8", "x"], "dtype"),
         (["--max-tokens", "100000", "x"], "max_model_len is 512"),
         (["--kv-memory", "0.00001", "x"], "KV cache"),

@@ -1,6 +1,7 @@
 """The Python API over a small random model: arguments of every kind, and what must be refused."""
 
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -124,6 +125,9 @@ def test_progress_counts_requests_and_tensors(path: str) -> None:
     counts: list[tuple[int, int]] = []
     llm.generate(["a", "b", "c"], SHORT, progress=lambda *c: counts.append(c))
     assert counts == [(1, 3), (2, 3), (3, 3)]
+    counts.clear()
+    llm.generate(["a", "b"], [replace(SHORT, n=2), SHORT], progress=lambda *c: counts.append(c))
+    assert counts == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_settings_that_cannot_be(path: str) -> None:
@@ -131,6 +135,8 @@ def test_settings_that_cannot_be(path: str) -> None:
         LLM(path, scheduler=SchedulerConfig(max_model_len=513))
     with pytest.raises(CapacityError, match="would fit"):
         LLM(path, cache=CacheConfig(num_blocks=2**31 - 2))
+    with pytest.raises(CapacityError, match="would fit"):
+        LLM(path, cache=CacheConfig(num_blocks=16, swap_blocks=2**31 - 2))
     with pytest.raises(CapacityError, match="give at least"):
         LLM(path, cache=CacheConfig(memory_bytes=1000))
 
@@ -202,9 +208,46 @@ def test_a_stream_dropped_while_another_steps_loses_no_output_of_others(llm: LLM
     assert llm.stats().blocks_in_use == 0
 
 
+def test_samples_follow_each_other(llm: LLM) -> None:
+    params = SamplingParams(n=3, max_tokens=5, seed=4, ignore_eos=True)
+    outputs = llm.generate(["a", "b"], params, cache_salt="mine")
+    assert [(llm.tokenizer.decode(o.prompt_token_ids), o.index) for o in outputs] == [
+        (text, index) for text in "ab" for index in range(3)
+    ]
+    last = {}
+    for prompt, output in llm.stream(["a", "b"], params, cancelled=lambda: False):
+        last[prompt, output.index] = output
+    assert [o.token_ids for _, o in sorted(last.items())] == [o.token_ids for o in outputs]
+    (_, *others) = llm.chat(CHAT, params)
+    assert [o.index for o in others] == [1, 2]
+
+
+@pytest.mark.parametrize("when", [1, 4])
+def test_a_cancelled_stream_ends_all_its_samples(path: str, when: int) -> None:
+    llm = LLM(path, dtype="float32", cache=CacheConfig(num_blocks=16))
+    params = SamplingParams(n=4, max_tokens=50, ignore_eos=True)
+    asked: list[int] = []
+
+    def cancelled() -> bool:
+        asked.append(1)
+        return len(asked) > when
+
+    outputs = list(llm.stream(["a", "b"], params, cancelled=cancelled))
+    assert len(outputs) == 8 * when
+    assert not llm.engine.has_unfinished
+    assert not llm.executor.batch.rows
+    stats = llm.stats()
+    assert (stats.blocks_in_use, stats.finished) == (0, {"abort": 8})
+
+
 def test_which_prompt_is_wrong_is_said(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match=r"^prompt 2: prompt_token_ids"):
         llm.generate(["a", "b", [10**7]], SHORT)
+    with pytest.raises(InvalidRequestError, match=r"^prompt 0: cache_salt"):
+        llm.generate(["a", "b"], SHORT, cache_salt="")
+    with pytest.raises(InvalidRequestError, match=r"^prompt 1: params"):
+        llm.generate(["a", "b"], [SHORT, 5], progress=lambda *_: None)
+    assert not llm.engine.has_unfinished
 
 
 @pytest.mark.parametrize("model", [None, 3, b"x"])

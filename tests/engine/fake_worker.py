@@ -1,19 +1,21 @@
 """An executor without a model: it does all the bookkeeping of a real one, and trusts no plan.
 
 It keeps tokens and block tables from plans alone, writes every computed token into a KV store by
-slot, and reads the whole sequence back through the block table to choose the next token. So a wrong
-block table, a wrong start, or a block shared by mistake changes the output or fails an assertion.
+slot, and reads the whole sequence back through the block table to choose the next token. As in a
+real cache, what is written depends on all that came before. So a wrong block table, a wrong start,
+or a block shared, found, copied or swapped by mistake changes the output or fails an assertion.
 """
 
 import random
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from billfish.config import SchedulerConfig
 from billfish.engine import Engine, RequestOutput
-from billfish.engine.plan import NULL_BLOCK, StepPlan, StepResult, Work
+from billfish.engine.plan import NULL_BLOCK, Admission, Fork, StepPlan, StepResult, Work
 from billfish.sampling_params import SamplingParams
 
 VOCAB = 256
@@ -26,6 +28,11 @@ def next_token(token_ids: Sequence[int], seed: int, vocab_size: int = VOCAB) -> 
     return 1 + zlib.crc32(text.encode()) % (vocab_size - 1)
 
 
+def context(before: int, position: int, token_id: int) -> int:
+    """What stands for the KV of a token: it depends on those before it, as KV does."""
+    return zlib.crc32(b"%d:%d:%d" % (before, position, token_id))
+
+
 @dataclass
 class LiveSequence:
     token_ids: list[int]
@@ -35,63 +42,139 @@ class LiveSequence:
 
 
 class FakeWorker:
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, host_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.kv: dict[int, tuple[int, int]] = {}  # slot -> position, token; stale ones stay
+        # Block -> (context, token) by offset. What is stale stays, to be read by mistake.
+        self.kv: dict[int, list[tuple[int, int] | None]] = {}
+        self.host: dict[int, list[tuple[int, int] | None]] = {}
+        self.host_blocks = host_blocks
         self.sequences: dict[str, LiveSequence] = {}
         self.plans: list[StepPlan] = []
+        self.keep_plans = True
+        self.last_step = -1
         self.hook: Callable[[StepPlan, StepResult], StepResult] = lambda plan, result: result
 
     def execute(self, plan: StepPlan) -> StepResult:
-        assert not self.plans or plan.step > self.plans[-1].step
+        assert plan.step > self.last_step
         assert plan.released or plan.work, "an empty plan"
-        self.plans.append(plan)
+        self.last_step = plan.step
+        if self.keep_plans:
+            self.plans.append(plan)
+        assert len(set(plan.released)) == len(plan.released)
         for request_id in plan.released:
             self.sequences.pop(request_id, None)
-        assert len(set(plan.released)) == len(plan.released)
+        self._move(self.kv, self.host, plan.swap_out, self.host_blocks)
+        self._move(self.kv, self.kv, plan.copies, self.num_blocks)
+        self._move(self.host, self.kv, plan.swap_in, self.num_blocks)
         for new in plan.admitted:
-            assert new.request_id not in self.sequences
-            assert 1 <= new.num_prompt_tokens <= len(new.token_ids)
-            self.sequences[new.request_id] = LiveSequence(list(new.token_ids), new.seed)
-        assert len({work.request_id for work in plan.work}) == len(plan.work)
-        for work in plan.work:
-            self._write(work)
-        self._check_blocks()
-        tokens = {work.request_id: self._sample(work) for work in plan.work if work.samples}
+            self._admit(new)
+        self._extend(plan)
+        for fork in plan.forks:
+            self._fork(fork, plan)
+        self._check_blocks(plan)
+        tokens = {
+            work.request_id: self._choose(work.request_id) for work in plan.work if work.samples
+        }
+        tokens |= {fork.request_id: self._choose(fork.request_id) for fork in plan.forks}
+        for request_id, token_id in tokens.items():
+            self.sequences[request_id].token_ids.append(token_id)
         return self.hook(plan, StepResult(plan.step, tokens))
 
-    def _write(self, work: Work) -> None:
+    def _move(self, source, target, pairs, num_target: int) -> None:
+        """Snapshot semantics: all are read before any is written."""
+        assert len({block for _, block in pairs}) == len(pairs), "a destination twice"
+        for block, content in [(d, source[s][:]) for s, d in pairs]:
+            assert NULL_BLOCK < block <= num_target
+            target[block] = content
+
+    def _admit(self, new: Admission) -> None:
+        assert new.request_id not in self.sequences
+        assert 1 <= new.num_prompt_tokens <= len(new.token_ids)
+        assert new.num_computed_tokens <= len(new.token_ids)
+        assert len(new.block_ids) == self._blocks_for(new.num_computed_tokens)
+        self.sequences[new.request_id] = LiveSequence(
+            list(new.token_ids), new.seed, list(new.block_ids), new.num_computed_tokens
+        )
+
+    def _extend(self, plan: StepPlan) -> None:
+        """Extend all block tables, then write: into blocks that no other sequence has."""
+        assert len({work.request_id for work in plan.work}) == len(plan.work)
+        copied = {target for _, target in plan.copies}
+        for work in plan.work:
+            table = self.sequences[work.request_id].block_table
+            if work.replaces_last:
+                assert (table.pop(), work.new_block_ids[0]) in plan.copies
+                copied.remove(work.new_block_ids[0])
+            table += work.new_block_ids
+        assert not copied, "a copy for nobody"
+        holders = self.holders()
+        for work in plan.work:
+            self._write(work, holders)
+
+    def _write(self, work: Work, holders: Counter[int]) -> None:
         sequence = self.sequences[work.request_id]
         end = work.start + work.num_tokens
+        known = sequence.num_computed
         assert work.num_tokens >= 1
-        assert work.start == sequence.num_computed
+        # Only the last token of all is ever computed twice, for its logits.
+        assert work.start == known or (work.start == known - 1 and end == known)
         assert end <= len(sequence.token_ids)
         assert work.samples == (end == len(sequence.token_ids))
-        sequence.block_table += work.new_block_ids
         # Exactly the blocks that are needed: neither too few nor any too early.
-        assert len(sequence.block_table) == -(-end // self.block_size)
+        assert len(sequence.block_table) == self._blocks_for(end)
+        before = self._read(sequence, work.start - 1)[0] if work.start else 0
         for position in range(work.start, end):
-            self.kv[self._slot(sequence, position)] = (position, sequence.token_ids[position])
+            token_id = sequence.token_ids[position]
+            before = context(before, position, token_id)
+            block, offset = self._place(sequence, position)
+            if position < known:
+                assert self.kv[block][offset] == (before, token_id)
+                continue
+            assert holders[block] == 1, "a write to a shared block"
+            content = self.kv.setdefault(block, [None] * self.block_size)
+            content[offset] = (before, token_id)
         sequence.num_computed = end
 
-    def _sample(self, work: Work) -> int:
-        sequence = self.sequences[work.request_id]
-        read = [self.kv[self._slot(sequence, i)] for i in range(sequence.num_computed)]
-        assert [position for position, _ in read] == list(range(sequence.num_computed))
-        token = next_token([token for _, token in read], sequence.seed)
-        sequence.token_ids.append(token)
-        return token
+    def _fork(self, fork: Fork, plan: StepPlan) -> None:
+        source = self.sequences[fork.source]
+        assert fork.request_id not in self.sequences
+        assert any(work.request_id == fork.source and work.samples for work in plan.work)
+        self.sequences[fork.request_id] = LiveSequence(
+            source.token_ids[:], fork.seed, source.block_table[:], source.num_computed
+        )
 
-    def _slot(self, sequence: LiveSequence, position: int) -> int:
-        block, offset = divmod(position, self.block_size)
-        return sequence.block_table[block] * self.block_size + offset
+    def _choose(self, request_id: str) -> int:
+        sequence = self.sequences[request_id]
+        token_ids, before = [], 0
+        for position in range(len(sequence.token_ids)):
+            found, token_id = self._read(sequence, position)
+            before = context(before, position, token_id)
+            assert found == before, "KV of another context"
+            token_ids.append(token_id)
+        return next_token(token_ids, sequence.seed)
 
-    def _check_blocks(self) -> None:
-        held = [block for sequence in self.sequences.values() for block in sequence.block_table]
-        assert len(held) == len(set(held)), "a block is in two live requests"
-        assert NULL_BLOCK not in held
-        assert all(1 <= block <= self.num_blocks for block in held)
+    def _read(self, sequence: LiveSequence, position: int) -> tuple[int, int]:
+        block, offset = self._place(sequence, position)
+        entry = self.kv[block][offset]
+        assert entry is not None, "a slot that was never written"
+        return entry
+
+    def _place(self, sequence: LiveSequence, position: int) -> tuple[int, int]:
+        index, offset = divmod(position, self.block_size)
+        return sequence.block_table[index], offset
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def holders(self) -> Counter[int]:
+        """How many sequences have each block."""
+        return Counter(b for sequence in self.sequences.values() for b in sequence.block_table)
+
+    def _check_blocks(self, plan: StepPlan) -> None:
+        assert all(NULL_BLOCK < block <= self.num_blocks for block in self.holders())
+        for sequence in self.sequences.values():
+            assert len(set(sequence.block_table)) == len(sequence.block_table)
 
 
 class Clock:
@@ -118,9 +201,11 @@ def make_engine(
     vocab_size: int = VOCAB,
     seed: int | None = 0,
     clock: Callable[[], float] | None = None,
-    **scheduler: int,
+    prefix_caching: bool = True,
+    swap_blocks: int = 0,
+    **scheduler: Any,
 ) -> tuple[Engine, Any]:
-    worker = worker or FakeWorker(num_blocks, block_size)
+    worker = worker or FakeWorker(num_blocks, block_size, swap_blocks)
     engine = Engine(
         worker,
         num_blocks=num_blocks,
@@ -130,6 +215,9 @@ def make_engine(
         eos_token_ids=eos_token_ids,
         token_bytes=token_bytes,
         scheduler=SchedulerConfig(**scheduler),
+        prefix_caching=prefix_caching,
+        prefix_cache_key=b"key",
+        swap_blocks=swap_blocks,
         seed=seed,
         clock=clock or Clock(),
     )
@@ -137,7 +225,10 @@ def make_engine(
 
 
 def run(engine: Engine, max_steps: int = 100_000) -> dict[str, RequestOutput]:
-    """Step until all is done; the last output of each request, its deltas checked on the way."""
+    """Step until all is done; the last output of each request, its deltas checked on the way.
+
+    Samples after the first are under "id/index".
+    """
     final: dict[str, RequestOutput] = {}
     texts: dict[str, str] = {}
     tokens: dict[str, tuple[int, ...]] = {}
@@ -145,7 +236,7 @@ def run(engine: Engine, max_steps: int = 100_000) -> dict[str, RequestOutput]:
         if not engine.has_unfinished:
             break
         for output in engine.step():
-            key = output.request_id
+            key = sample_key(output)
             assert key not in final, "an output after the last"
             if key in texts:
                 assert output.text == texts[key] + output.delta
@@ -155,6 +246,10 @@ def run(engine: Engine, max_steps: int = 100_000) -> dict[str, RequestOutput]:
                 final[key] = output
     assert not engine.has_unfinished, f"not done after {max_steps} steps"
     return final
+
+
+def sample_key(output: RequestOutput) -> str:
+    return f"{output.request_id}/{output.index}" if output.index else output.request_id
 
 
 def expected_tokens(prompt: Iterable[int], max_tokens: int, seed: int) -> tuple[int, ...]:

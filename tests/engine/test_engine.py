@@ -131,7 +131,7 @@ class TestRefusals:
         assert not engine.has_unfinished
         assert engine.step() == []
 
-    @pytest.mark.parametrize("request_id", ["", None, 7, b"a"])
+    @pytest.mark.parametrize("request_id", ["", None, 7, b"a", "a\0"])
     def test_request_id(self, request_id) -> None:
         self.refuse(InvalidRequestError, request_id, [1], SHORT, "request_id")
 
@@ -311,7 +311,7 @@ class TestAbort:
     def test_waiting_is_never_told(self) -> None:
         engine, worker = make_engine()
         engine.add_request("a", [1], self.PARAMS)
-        output = engine.abort("a")
+        (output,) = engine.abort("a")
         assert (output.finish_reason, output.token_ids, output.text) == ("abort", (), "")
         assert not engine.has_unfinished
         assert engine.step() == []
@@ -322,7 +322,7 @@ class TestAbort:
         engine.add_request("a", [1], self.PARAMS)
         for _ in range(3):
             engine.step()
-        output = engine.abort("a")
+        (output,) = engine.abort("a")
         assert (output.finish_reason, output.new_token_ids) == ("abort", ())
         assert output.token_ids == expected_tokens([1], 3, 0)
         assert engine.stats().blocks_in_use == 0
@@ -335,7 +335,7 @@ class TestAbort:
         engine.add_request("a", [1] * 10, self.PARAMS)
         assert engine.step() == []
         assert engine.stats().blocks_in_use == 1
-        assert engine.abort("a").token_ids == ()
+        assert engine.abort("a")[0].token_ids == ()
         self.check_empty(engine, worker)
 
     def test_preempted(self) -> None:
@@ -344,7 +344,7 @@ class TestAbort:
             engine.add_request(request_id, [1, 2, 3, 4], self.PARAMS)
         while not engine.stats().preemptions:
             engine.step()
-        output = engine.abort("b")
+        (output,) = engine.abort("b")
         assert output.metrics.preemptions == 1
         assert output.token_ids == expected_tokens([1, 2, 3, 4], 9, 0)
         assert run(engine)["a"].token_ids == expected_tokens([1, 2, 3, 4], 20, 0)
@@ -357,7 +357,7 @@ class TestAbort:
         got = []
 
         def abort(plan: StepPlan, result: StepResult) -> StepResult:
-            got.append(engine.abort("a"))
+            got.extend(engine.abort("a"))
             return result
 
         worker.hook = abort
@@ -368,18 +368,18 @@ class TestAbort:
 
     def test_unknown_and_finished_are_harmless(self) -> None:
         engine, _ = make_engine()
-        assert engine.abort("nobody") is None
+        assert engine.abort("nobody") == []
         engine.add_request("a", [1], SamplingParams(max_tokens=1, seed=0))
         run(engine)
         stats = engine.stats()
-        assert engine.abort("a") is None
+        assert engine.abort("a") == []
         assert engine.stats() == stats
 
     def test_releases_held_text(self) -> None:
         engine, _ = make_engine(ScriptedWorker(a="abSTx"))
         engine.add_request("a", [1], SamplingParams(stop="STOP", max_tokens=99))
         text = "".join(output.delta for _ in range(4) for output in engine.step())
-        output = engine.abort("a")
+        (output,) = engine.abort("a")
         assert (text, output.delta, output.text) == ("ab", "ST", "abST")
 
     def test_id_can_be_used_again_at_once(self) -> None:
@@ -522,7 +522,7 @@ class TestFailure:
         assert not worker.sequences
 
     def test_a_preempted_request_survives(self) -> None:
-        engine, worker = make_engine(num_blocks=6)
+        engine, worker = make_engine(num_blocks=6, prefix_caching=False)
         for request_id in "ab":
             engine.add_request(request_id, [1, 2, 3, 4], SamplingParams(max_tokens=12, seed=0))
         worker.hook = fail_at(9, Broken())  # the step in which "b" is preempted
@@ -552,9 +552,9 @@ class TestFailure:
         engine.step()
         with pytest.raises(Broken):
             engine.step()
-        output = engine.abort("b")
+        (output,) = engine.abort("b")
         assert (output.finish_reason, len(output.token_ids)) == ("error", 1)
-        assert engine.abort("b") is None
+        assert engine.abort("b") == []
         assert [output.request_id for output in engine.step()] == ["a"]
 
     def test_failure_while_postprocessing_loses_no_output(self) -> None:
@@ -629,7 +629,7 @@ class TestMetrics:
 
     def test_preemption_keeps_the_first_times(self) -> None:
         clock = Clock()
-        engine, worker = make_engine(num_blocks=6, clock=clock)
+        engine, worker = make_engine(num_blocks=6, clock=clock, prefix_caching=False)
 
         def tick(plan: StepPlan, result: StepResult) -> StepResult:
             clock.now += 1.0
@@ -645,7 +645,7 @@ class TestMetrics:
     def test_of_a_request_that_never_ran(self) -> None:
         engine, _ = make_engine()
         engine.add_request("a", [1], SHORT)
-        metrics = engine.abort("a").metrics
+        metrics = engine.abort("a")[0].metrics
         assert (metrics.queue_time, metrics.ttft, metrics.tpot) == (None, None, None)
         assert (metrics.finished, metrics.peak_blocks) == (0.0, 0)
 

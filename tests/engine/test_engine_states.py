@@ -1,4 +1,8 @@
-"""Add, abort, step and fail in any order: the books balance and the tokens are right."""
+"""Add, fork, abort, step and fail in any order: the books balance and the tokens are right.
+
+The steps append, write, find, copy, evict, preempt and swap as the tiny pools make them; the worker
+checks that each block is written by one sequence only.
+"""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -6,8 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from billfish.engine import RequestOutput
 from billfish.engine.plan import StepPlan, StepResult
+from billfish.engine.request import sample_seed
 from billfish.sampling_params import SamplingParams
-from tests.engine.fake_worker import VOCAB, expected_tokens, make_engine
+from tests.engine.fake_worker import expected_tokens, make_engine
 
 
 class Broken(Exception):
@@ -15,43 +20,56 @@ class Broken(Exception):
 
 
 class EngineMachine(RuleBasedStateMachine):
+    """Requests of few tokens and two letters, so that they share beginnings; tiny pools."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.requests: dict[str, tuple[list[int], int, int]] = {}
-        self.texts: dict[str, str] = {}
-        self.ended: dict[str, RequestOutput] = {}
+        self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.texts: dict[tuple[str, int], str] = {}
+        self.ended: dict[tuple[str, int], RequestOutput] = {}
 
     @initialize(
-        num_blocks=st.integers(4, 12), budget=st.sampled_from([1, 3, 64]), seats=st.integers(1, 4)
+        num_blocks=st.integers(4, 12),
+        budget=st.sampled_from([1, 3, 64]),
+        seats=st.integers(1, 5),
+        prefix_caching=st.booleans(),
+        swap_blocks=st.sampled_from([0, 3, 20]),
+        swap_cost=st.sampled_from([None, 0.0, 0.5]),
     )
-    def start(self, num_blocks: int, budget: int, seats: int) -> None:
+    def start(self, num_blocks, budget, seats, prefix_caching, swap_blocks, swap_cost) -> None:
         self.engine, self.worker = make_engine(
             num_blocks=num_blocks,
             block_size=3,
             max_model_len=12,
             max_num_batched_tokens=budget,
             max_num_seqs=seats,
+            prefix_caching=prefix_caching,
+            swap_blocks=swap_blocks,
+            swap_cost=swap_cost,
+            preemption="swap" if swap_blocks and swap_cost is None else "auto",
         )
 
     @rule(
-        prompt=st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=8),
+        prompt=st.lists(st.integers(1, 2), min_size=1, max_size=8),
+        n=st.sampled_from([1, 1, 2, 4]),
         max_tokens=st.integers(1, 4),
         seed=st.integers(0, 9),
+        salt=st.sampled_from([None, None, "x"]),
     )
-    def add(self, prompt: list[int], max_tokens: int, seed: int) -> None:
+    def add(self, prompt: list[int], n: int, max_tokens: int, seed: int, salt: str | None) -> None:
         request_id = f"r{len(self.requests)}"
-        self.requests[request_id] = (prompt, max_tokens, seed)
-        self.engine.add_request(
-            request_id, prompt, SamplingParams(max_tokens=max_tokens, seed=seed)
-        )
+        params = SamplingParams(n=n, max_tokens=max_tokens, seed=seed)
+        self.requests[request_id] = (prompt, params)
+        self.engine.add_request(request_id, prompt, params, cache_salt=salt)
 
     @rule(number=st.integers(0, 20))
     def abort(self, number: int) -> None:
         request_id = f"r{number}"
-        output = self.engine.abort(request_id)
-        live = request_id in self.requests and request_id not in self.ended
-        assert (output is not None) == live
-        if output is not None:
+        outputs = self.engine.abort(request_id)
+        n = self.requests[request_id][1].n if request_id in self.requests else 0
+        live = [index for index in range(n) if (request_id, index) not in self.ended]
+        assert sorted(output.index for output in outputs) == live
+        for output in outputs:
             assert output.finish_reason in ("abort", "error")
             self.take(output, aborted=True)
 
@@ -82,15 +100,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.worker.hook = lambda plan, result: result
 
     def take(self, output: RequestOutput, aborted: bool = False) -> None:
-        request_id = output.request_id
-        assert request_id not in self.ended
-        self.texts[request_id] = self.texts.get(request_id, "") + output.delta
-        assert aborted or output.text == self.texts[request_id]
-        prompt, max_tokens, seed = self.requests[request_id]
-        want = expected_tokens(prompt, max_tokens, seed)
+        key = (output.request_id, output.index)
+        assert key not in self.ended
+        self.texts[key] = self.texts.get(key, "") + output.delta
+        assert aborted or output.text == self.texts[key]
+        prompt, params = self.requests[output.request_id]
+        seed = sample_seed(params.seed, output.index)
+        want = expected_tokens(prompt, params.max_tokens, seed)
         assert output.token_ids == want[: len(output.token_ids)]
         if output.finished:
-            self.ended[request_id] = output
+            self.ended[key] = output
             assert (output.finish_reason == "length") == (output.token_ids == want)
 
     @invariant()
@@ -100,11 +119,19 @@ class EngineMachine(RuleBasedStateMachine):
         scheduler = self.engine._scheduler
         scheduler.check()
         stats = self.engine.stats()
-        assert stats.blocks_free + stats.blocks_in_use == stats.blocks_total
+        assert stats.blocks_free + stats.blocks_cached + stats.blocks_in_use == stats.blocks_total
         assert stats.kv_slots_used <= stats.kv_slots_allocated
-        assert stats.running + stats.waiting == len(self.engine._requests)
-        assert all(not request.block_table for request in scheduler.waiting.values())
-        order = [int(r.request_id[1:]) for r in (*scheduler.running, *scheduler.waiting.values())]
+        live = [request for samples in self.engine._requests.values() for request in samples]
+        assert stats.running + stats.waiting == len(live)
+        for request in scheduler.waiting.values():
+            assert not request.block_table
+            assert bool(request.host_blocks) == bool(request.num_computed_tokens)
+        assert not any(request.host_blocks for request in scheduler.running)
+        assert stats.host_blocks_in_use == sum(len(request.host_blocks) for request in live)
+        order = [
+            (int(r.request_id[1:]), r.index)
+            for r in (*scheduler.running, *scheduler.waiting.values())
+        ]
         assert order == sorted(order)
 
     def teardown(self) -> None:
@@ -115,12 +142,18 @@ class EngineMachine(RuleBasedStateMachine):
                 break
             self.step(1)
         assert not self.engine.has_unfinished
-        assert self.ended.keys() == self.requests.keys()
+        assert self.ended.keys() == {
+            (request_id, index)
+            for request_id, (_, params) in self.requests.items()
+            for index in range(params.n)
+        }
         assert not self.worker.sequences
-        assert self.engine.stats().blocks_in_use == 0
+        stats = self.engine.stats()
+        assert stats.blocks_in_use == stats.host_blocks_in_use == 0
+        assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
 
 
 EngineMachine.TestCase.settings = settings(
-    derandomize=True, max_examples=120, stateful_step_count=40, deadline=None
+    derandomize=True, max_examples=200, stateful_step_count=50, deadline=None
 )
 TestEngineMachine = EngineMachine.TestCase

@@ -8,7 +8,7 @@ import pytest
 from billfish.engine import ExecutorError, RequestOutput
 from billfish.engine.detokenizer import StopStrings
 from billfish.engine.logprobs import PromptLogprobs, TokenLogprobs
-from billfish.engine.plan import StepPlan, StepResult
+from billfish.engine.plan import Admission, Fork, StepPlan, StepResult
 from billfish.errors import InvalidRequestError
 from billfish.sampling_params import SamplingParams
 from tests.engine.fake_worker import EOS, VOCAB, FakeWorker, expected_tokens, make_engine, run
@@ -43,7 +43,7 @@ class TestRefusals:
         engine, worker = make_engine()
         neighbour = SamplingParams(max_tokens=20)
         engine.add_request("neighbour", [1, 2, 3], neighbour)
-        seed = engine._requests["neighbour"].seed
+        seed = engine._requests["neighbour"][0].seed
         engine.step()
         state, stats = engine._random.getstate(), engine.stats()
         with pytest.raises(InvalidRequestError) as error:
@@ -133,8 +133,7 @@ class TestMinTokens:
         engine, _ = make_engine(ScriptedWorker(a="é"))
         engine.add_request("a", [1], SamplingParams(stop="\ufffd", min_tokens=5, max_tokens=9))
         engine.step()
-        output = engine.abort("a")
-        assert output is not None
+        (output,) = engine.abort("a")
         assert (output.text, output.finish_reason) == ("\ufffd", "abort")
 
     def test_it_reaches_the_end_at_max_tokens(self) -> None:
@@ -151,17 +150,28 @@ def logprobs_of(token_id: int, position: int, top: int) -> TokenLogprobs:
 class LogprobsWorker(FakeWorker):
     """Reports log-probabilities as the contract of StepResult says."""
 
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.asked: dict[str, Admission] = {}
+
+    def _admit(self, new: Admission) -> None:
+        super()._admit(new)
+        self.asked[new.request_id] = new
+
+    def _fork(self, fork: Fork, plan: StepPlan) -> None:
+        super()._fork(fork, plan)
+        self.asked[fork.request_id] = self.asked[fork.source]
+
     def execute(self, plan: StepPlan) -> StepResult:
-        for new in plan.admitted:
-            self.asked[new.request_id] = new
         result = super().execute(plan)
+        for request_id in result.token_ids:
+            top = self.asked[request_id].sampling.logprobs
+            tokens = self.sequences[request_id].token_ids
+            if top is not None:
+                result.logprobs[request_id] = logprobs_of(tokens[-1], len(tokens) - 1, top)
         for work in plan.work:
             asked = self.asked[work.request_id]
             tokens = self.sequences[work.request_id].token_ids
-            if asked.sampling.logprobs is not None and work.samples:
-                result.logprobs[work.request_id] = logprobs_of(
-                    tokens[-1], len(tokens) - 1, asked.sampling.logprobs
-                )
             top = asked.sampling.prompt_logprobs
             if top is None or len(asked.token_ids) > asked.num_prompt_tokens:
                 continue
@@ -170,10 +180,6 @@ class LogprobsWorker(FakeWorker):
             if found:
                 result.prompt_logprobs[work.request_id] = PromptLogprobs(work.start + 1, found)
         return result
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.asked: dict = {}
 
 
 class TestLogprobs:
@@ -198,8 +204,7 @@ class TestLogprobs:
         engine, _ = make_engine(LogprobsWorker(64, 4))
         engine.add_request("a", [1, 2], SamplingParams(max_tokens=4, logprobs=0))
         engine.step()
-        output = engine.abort("a")
-        assert output is not None
+        (output,) = engine.abort("a")
         assert output.new_logprobs == ()
         assert output.logprobs is not None
         assert len(output.logprobs) == 1
@@ -242,7 +247,7 @@ class TestLogprobs:
         engine, _ = make_engine(LogprobsWorker(64, 4), max_num_batched_tokens=3)
         engine.add_request("a", [1, 2, 3, 4, 5], SamplingParams(max_tokens=9, prompt_logprobs=0))
         engine.add_request("b", [1, 2, 3, 4, 5], SamplingParams(max_tokens=9, logprobs=0))
-        a, b = engine._requests["a"], engine._requests["b"]
+        (a,), (b,) = engine._requests["a"], engine._requests["b"]
         assert a.needs_prompt_logits
         engine.step()
         assert a.needs_prompt_logits
@@ -253,7 +258,7 @@ class TestLogprobs:
     def test_what_was_computed_twice_is_taken_once(self) -> None:
         engine, _ = make_engine()
         engine.add_request("a", [1, 2, 3, 4, 5], SamplingParams(max_tokens=9, prompt_logprobs=0))
-        request = engine._requests["a"]
+        (request,) = engine._requests["a"]
         each = [logprobs_of(token, token - 1, 0) for token in (1, 2, 3, 4, 5)]
         request.add_prompt_logprobs(PromptLogprobs(1, tuple(each[1:4])))
         request.add_prompt_logprobs(PromptLogprobs(1, tuple(each[1:3])))

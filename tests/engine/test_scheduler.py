@@ -90,7 +90,7 @@ class TestPlansByHand:
         assert (fifth.released, work_of(fifth)) == (("b",), [])
 
     def test_preemption_takes_the_youngest_and_brings_it_back(self) -> None:
-        engine, worker = make_engine(num_blocks=6, block_size=4)
+        engine, worker = make_engine(num_blocks=6, block_size=4, prefix_caching=False)
         requests = [
             (name, [1, 2, 3, 4], SamplingParams(max_tokens=12, seed=seed))
             for seed, name in enumerate("ab")
@@ -250,5 +250,5 @@ def test_the_fake_worker_sees_a_wrong_block_table() -> None:
     first, second = plan.work
     shared = Work("b", 0, 3, first.new_block_ids, True)
     with pytest.raises(AssertionError):
-        worker.execute(StepPlan(0, (), plan.admitted, (first, shared)))
+        worker.execute(StepPlan(0, admitted=plan.admitted, work=(first, shared)))
     assert second.new_block_ids != first.new_block_ids

@@ -28,9 +28,14 @@ BLOCK_BYTES = 2 * 3 * 2 * 16 * 2 * 16
         (CacheConfig, "num_blocks", "3"), (CacheConfig, "num_blocks", True),
         (CacheConfig, "num_blocks", 2**31), (CacheConfig, "memory_bytes", 0),
         (CacheConfig, "memory_bytes", math.inf), (CacheConfig, "memory_bytes", None),
+        (CacheConfig, "prefix_caching", 1), (CacheConfig, "swap_blocks", -1),
+        (CacheConfig, "swap_blocks", 2.0), (CacheConfig, "swap_blocks", 2**31),
         (SchedulerConfig, "max_num_seqs", 0), (SchedulerConfig, "max_num_seqs", 10**9),
         (SchedulerConfig, "max_num_batched_tokens", -1), (SchedulerConfig, "max_waiting", 1.5),
         (SchedulerConfig, "max_model_len", 0), (SchedulerConfig, "max_model_len", "long"),
+        (SchedulerConfig, "preemption", "never"), (SchedulerConfig, "swap_cost", "cheap"),
+        (SchedulerConfig, "swap_cost", -0.1), (SchedulerConfig, "swap_cost", math.nan),
+        (SchedulerConfig, "swap_cost", math.inf), (SchedulerConfig, "swap_cost", True),
     ],
 )  # fmt: skip
 def test_settings_out_of_range_are_refused_by_name(kind: type, setting: str, value: object) -> None:
@@ -76,6 +81,11 @@ def test_a_number_of_blocks_is_taken_as_it_is() -> None:
 def test_more_than_the_machine_has_is_refused_with_numbers() -> None:
     with pytest.raises(CapacityError, match=r"takes \d+ bytes and \d+ are available: at most"):
         kv_cache.allocate(MODEL, CacheConfig(), 10**9, torch.bfloat16)
+
+
+def test_what_is_promised_to_others_is_not_given_again() -> None:
+    with pytest.raises(CapacityError, match=r"and 0 are available: at most 0 blocks"):
+        kv_cache.allocate(MODEL, CacheConfig(), 7, torch.bfloat16, reserved=2**62)
 
 
 def test_blocks_that_are_not_written_cost_no_memory() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from billfish.engine.plan import Admission, StepPlan, Work
+from billfish.engine.plan import Admission, Fork, StepPlan, Work
 from billfish.sampling_params import SamplingParams
 from billfish.worker.input_batch import InputBatch
 
@@ -35,7 +35,7 @@ def test_a_mixed_step() -> None:
         ),
     )
     batch.apply(plan)
-    inputs = batch.build(plan.work)
+    inputs = batch.build(plan)
     assert inputs.token_ids.tolist() == [6, 13, 14, 21, 22, 23]
     assert inputs.positions.tolist() == [5, 2, 3, 0, 1, 2]
     assert inputs.sampled == ("a", "c")
@@ -61,7 +61,7 @@ def test_rows_are_used_again_and_start_clean() -> None:
             work=(Work(request_id, 0, 2, (step + 1,), True),),
         )
         batch.apply(plan)
-        inputs = batch.build(plan.work)
+        inputs = batch.build(plan)
         assert inputs.token_ids.tolist() == [step, step]
         assert inputs.metadata.slot_mapping.tolist() == [4 * (step + 1), 4 * (step + 1) + 1]
     assert batch.rows.keys() == {"19"}
@@ -78,7 +78,7 @@ def test_an_id_may_be_released_and_admitted_in_one_plan() -> None:
         work=(Work("a", 0, 3, (2,), True),),
     )
     batch.apply(again)
-    assert batch.build(again.work).metadata.slot_mapping.tolist() == [8, 9, 10]
+    assert batch.build(again).metadata.slot_mapping.tolist() == [8, 9, 10]
 
 
 def test_the_last_token_of_the_context_has_no_place_and_needs_none() -> None:
@@ -94,7 +94,49 @@ def test_the_last_token_of_the_context_has_no_place_and_needs_none() -> None:
 def test_only_those_that_sample_are_sampled(sampled: tuple[bool, bool]) -> None:
     batch = InputBatch(max_num_seqs=2, max_model_len=8, block_size=4)
     work = (Work("a", 0, 2, (1,), sampled[0]), Work("b", 0, 1, (2,), sampled[1]))
-    batch.apply(StepPlan(0, admitted=(admission("a", 1, 2), admission("b", 3, 4)), work=work))
-    inputs = batch.build(work)
+    plan = StepPlan(0, admitted=(admission("a", 1, 2), admission("b", 3, 4)), work=work)
+    batch.apply(plan)
+    inputs = batch.build(plan)
     assert inputs.sampled == (("a",) if sampled[0] else ())
     assert torch.equal(inputs.sample_index, torch.tensor([1] if sampled[0] else []).long())
+
+
+def test_a_fork_begins_as_its_source_and_goes_its_own_way() -> None:
+    batch = InputBatch(max_num_seqs=3, max_model_len=8, block_size=4)
+    params = SamplingParams(n=2, presence_penalty=1.0)
+    plan = StepPlan(
+        0,
+        admitted=(admission("b", 9), Admission("a", (1, 2, 3), 3, params, seed=5)),
+        work=(Work("b", 0, 1, (7,), True), Work("a", 0, 3, (2,), True)),
+        forks=(Fork("c", "a", 6),),
+    )
+    batch.apply(plan)
+    inputs = batch.build(plan)
+    assert inputs.sampled == ("b", "a", "c")
+    assert inputs.sample_index.tolist() == [0, 3, 3]
+    source, fork = batch.rows["a"], batch.rows["c"]
+    assert (source.seed, fork.seed) == (5, 6)
+    assert (fork.num_tokens, fork.num_prompt_tokens, fork.resumed) == (3, 3, False)
+    assert source.rules is not None
+    assert fork.rules is not None
+    source.rules.num_counted = 4
+    assert fork.rules.num_counted == 0
+    batch.append("a", 11)
+    batch.append("c", 12)
+    # The first to write to the shared block gets a copy of it, and the fork keeps the other.
+    work = (Work("a", 3, 1, (4,), True, replaces_last=True), Work("c", 3, 1, (), True))
+    plan = StepPlan(1, copies=((2, 4),), work=work)
+    batch.apply(plan)
+    inputs = batch.build(plan)
+    assert inputs.token_ids.tolist() == [11, 12]
+    assert inputs.metadata.slot_mapping.tolist() == [4 * 4 + 3, 2 * 4 + 3]
+
+
+def test_what_was_found_is_computed_for_its_logits_and_not_written() -> None:
+    batch = InputBatch(max_num_seqs=1, max_model_len=8, block_size=4)
+    found = Admission("a", (1, 2, 3, 4), 4, PARAMS, 1, block_ids=(6,), num_computed_tokens=4)
+    plan = StepPlan(0, admitted=(found,), work=(Work("a", 3, 1, (), True),))
+    batch.apply(plan)
+    inputs = batch.build(plan)
+    assert (inputs.token_ids.tolist(), inputs.positions.tolist()) == ([4], [3])
+    assert inputs.metadata.slot_mapping.tolist() == [-1]

@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?=
+GPU_JOBS ?= 12
+PART ?= tests/gpu
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet \
 	$(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
@@ -34,8 +36,9 @@ types: $(VENV)/.dev
 imports: $(VENV)/.dev
 	$(BIN)/lint-imports
 
+# Mostly compilation, so several processes; PART names a file where there is a limit on the time.
 gpu:
-	$(PYTHON) -m pytest tests/gpu
+	$(PYTHON) -m pytest -n $(GPU_JOBS) $(PART)
 
 $(VENV)/bin/python:
 	@command -v $(PYTHON) >/dev/null || { echo "Python is missing: install Python 3.11 or newer, or name one with PYTHON=..."; exit 1; }

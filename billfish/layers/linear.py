@@ -1,25 +1,131 @@
 """Linear layers: INT4 weights through the Marlin family, or dense ones."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from billfish.errors import KernelArgumentError
 from billfish.kernels import marlin
+from billfish.quantization.int4 import round_to_nearest
 
 
 class QuantLinear(nn.Module):
-    """y = x W^T + b with W in INT4: x [..., k] and y [..., n] of the weight's activation dtype."""
+    """y = x W^T + b with W in INT4: x [..., k] and y [..., n] of the weight's activation dtype.
+
+    A drop-in for `torch.nn.Linear` in inference: made from one by `from_linear`, moved and cast by
+    `to` (a weight has one form for each kind of device and dtype, and is packed anew), saved and
+    loaded by `state_dict`. It has no derivative.
+    """
 
     def __init__(self, weight: marlin.PackedWeight, bias: Tensor | None = None) -> None:
         super().__init__()
         self.weight = weight
         self.bias = None if bias is None else nn.Buffer(bias)
 
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, group_size: int = 128, symmetric: bool = True
+    ) -> "QuantLinear":
+        """Rounds the weight of a dense layer to INT4; see `round_to_nearest` for what is lost.
+
+        Raises KernelArgumentError for a weight that is not finite, and for a dtype or group size
+        that `marlin.pack` does not take.
+        """
+        dense = linear.weight.detach()
+        groups = round_to_nearest(dense, group_size, symmetric=symmetric)
+        weight = marlin.pack(
+            groups.codes, groups.scales, offsets=groups.offsets, group_size=group_size,
+            dtype=dense.dtype,
+        )  # fmt: skip
+        return cls(weight, None if linear.bias is None else linear.bias.detach().clone())
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.k
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.n
+
     def forward(self, x: Tensor) -> Tensor:
         return marlin.w4a16_matmul(x, self.weight, self.bias)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The weight in a form that belongs to no device: what `marlin.pack` takes."""
+        weight = self.weight
+        codes, scales, zeros, offsets = weight.unpack()
+        return {
+            "codes": codes, "scales": scales, "zeros": zeros, "offsets": offsets,
+            "g_idx": weight.g_idx, "group_size": weight.group_size, "dtype": weight.dtype,
+        }  # fmt: skip
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Packs a saved weight for this layer's device. Its shape must be this layer's."""
+        shape = tuple(state["codes"].shape)
+        if shape != (self.weight.n, self.weight.k):
+            expected = (self.weight.n, self.weight.k)
+            raise KernelArgumentError(f"saved weight: got {shape}, expected {expected}")
+        self.weight = _packed_on(self.weight.device, **state)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantLinear":
+        super()._apply(fn, recurse)
+        old = self.weight
+        # What fn does to a tensor of this dtype here is what it asks of the weight.
+        probe = fn(torch.empty(0, dtype=old.dtype, device=old.device))
+        if probe.dtype != old.dtype:
+            state = {**self.get_extra_state(), "dtype": probe.dtype}
+            self.weight = _packed_on(probe.device, **state)
+        elif probe.device != old.device:
+            self.weight = old.to(probe.device)
+        return self
 
     def extra_repr(self) -> str:
         w = self.weight
         return f"in={w.k}, out={w.n}, int4, group={w.group_size}, dtype={w.dtype}"
+
+
+def _packed_on(device: torch.device, **state: Any) -> marlin.PackedWeight:
+    moved: dict[str, Any] = {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
+    return marlin.pack(moved.pop("codes"), moved.pop("scales"), **moved)
+
+
+def quantize_(
+    model: nn.Module,
+    *,
+    group_size: int = 128,
+    symmetric: bool = True,
+    only: Callable[[str, nn.Linear], bool] = lambda name, linear: True,
+) -> nn.Module:
+    """Replaces the `torch.nn.Linear` layers of any module by `QuantLinear`, in place.
+
+    only: called with the full name and the layer; layers for which it is false stay dense, such as
+    a head: `only=lambda name, _: name != "lm_head"`. A layer that stands in several places stays
+    one layer. A layer whose weight is another module's too (tied) is replaced like any other, and
+    the other keeps the dense weight. Returns the model.
+
+    Raises KernelArgumentError, before anything is replaced, for a bare Linear (use
+    `QuantLinear.from_linear`) and for what `QuantLinear.from_linear` refuses.
+    """
+    if isinstance(model, nn.Linear):
+        raise KernelArgumentError("model: got a bare Linear, which cannot be replaced in place")
+    places = [
+        (name, layer)
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if type(layer) is nn.Linear and only(name, layer)
+    ]
+    quantized = {
+        layer: QuantLinear.from_linear(layer, group_size=group_size, symmetric=symmetric)
+        for layer in dict.fromkeys(layer for _, layer in places)
+    }
+    for name, layer in places:
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, quantized[layer].train(layer.training))
+    return model
 
 
 class Linear(nn.Module):

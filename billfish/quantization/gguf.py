@@ -23,7 +23,6 @@ upper two bits of value 32 p + l. Each 16 values have a scale.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,28 +30,11 @@ from torch import Tensor
 
 from billfish.checkpoint.ggml import READABLE_TYPES, GGMLType
 from billfish.errors import KernelArgumentError
+from billfish.quantization.int4 import Int4Groups
 
 SUPPORTED_TYPES = READABLE_TYPES
 INT4_TYPES = frozenset({GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q4_K})
 _GROUP_SIZE = 32  # of all three
-
-
-@dataclass(frozen=True, slots=True)
-class Int4Groups:
-    """INT4 weights with one scale a group: with g = k // group_size,
-
-        W[n, k] = scales[n, g] * (codes[n, k] - 8)               offsets None
-        W[n, k] = scales[n, g] * codes[n, k] + offsets[n, g]     else
-
-    codes: uint8 [N, K], 0..15. scales, offsets: float32 [N, K / group_size]. zeros: uint8 of the
-    scales' shape for formats with integer zero points, None in all formats of GGUF.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    offsets: Tensor | None
-    group_size: int
 
 
 def int4_groups(raw: np.ndarray | Tensor, type: GGMLType, shape: Sequence[int]) -> Int4Groups:

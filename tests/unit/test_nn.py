@@ -1,0 +1,152 @@
+"""INT4 layers in anybody's module: rounding, replacing, moving, saving, compiling."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from billfish.errors import KernelArgumentError
+from billfish.nn import QuantLinear, quantize_
+from billfish.quantization.int4 import round_to_nearest
+
+
+def dequantized(weight: torch.Tensor, group_size: int, symmetric: bool) -> torch.Tensor:
+    groups = round_to_nearest(weight, group_size, symmetric=symmetric)
+    size = weight.shape[1] if group_size == -1 else group_size
+    column = torch.arange(weight.shape[1]) // size
+    scales = groups.scales.double()[:, column]
+    if groups.offsets is None:
+        return scales * (groups.codes.double() - 8)
+    return scales * groups.codes.double() + groups.offsets.double()[:, column]
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("k", "group_size"), [(64, 16), (72, 32), (5, 128), (100, -1)])
+def test_rounding_is_as_near_as_the_scale_allows(k: int, group_size: int, symmetric: bool) -> None:
+    generator = torch.Generator().manual_seed(k)
+    weight = torch.randn(7, k, generator=generator).double()
+    groups = round_to_nearest(weight, group_size, symmetric=symmetric)
+    size = k if group_size == -1 else group_size
+    steps = groups.scales.abs().double()[:, torch.arange(k) // size]
+    error = (dequantized(weight, group_size, symmetric) - weight).abs()
+    limit = 1.0 if symmetric else 0.5
+    assert bool((error <= steps * limit * (1 + 1e-5)).all())
+    # All but the far end of a symmetric group is rounded to the nearest.
+    assert (error <= steps * 0.5 * (1 + 1e-5)).double().mean() > 0.9
+    # The scale is as small as the values allow: it shrinks with them.
+    spread = steps.unique().max()
+    assert float(spread) <= float(weight.abs().max()) / (8 if symmetric else 7)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_extremes_are_exact(symmetric: bool) -> None:
+    weight = torch.tensor([[0.5, -0.25, 0.1, 0.0], [-3.0, 1.0, 2.0, 0.0], [7.0, 7.0, 7.0, 7.0]])
+    got = dequantized(weight, -1, symmetric)
+    for row, column in ((0, 0), (1, 0), (2, 3)):
+        assert float(got[row, column]) == pytest.approx(float(weight[row, column]), rel=1e-6)
+    assert torch.equal(dequantized(torch.zeros(2, 4), -1, symmetric), torch.zeros(2, 4).double())
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "group_size"),
+    [
+        ("weight", torch.zeros(4), 32), ("weight", torch.zeros(2, 4).int(), 32),
+        ("weight", torch.zeros(0, 4), 32), ("weight", torch.full((2, 4), float("nan")), 32),
+        ("group_size", torch.zeros(2, 4), 0), ("group_size", torch.zeros(2, 4), -2),
+    ],
+)  # fmt: skip
+def test_rounding_refuses(name: str, weight: torch.Tensor, group_size: int) -> None:
+    with pytest.raises(KernelArgumentError, match=name):
+        round_to_nearest(weight, group_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_drop_in_for_linear(dtype: torch.dtype, bias: bool) -> None:
+    torch.manual_seed(0)
+    dense = nn.Linear(96, 40, bias=bias, dtype=dtype)
+    layer = QuantLinear.from_linear(dense, group_size=32)
+    assert (layer.in_features, layer.out_features) == (96, 40)
+    exact = dequantized(dense.weight.detach(), 32, True)
+    for shape in ((96,), (3, 96), (2, 0, 96), (2, 5, 96)):
+        x = torch.randn(shape, dtype=dtype)
+        expected = x.double() @ exact.T + (dense.bias.double() if bias else 0)
+        y = layer(x)
+        assert y.shape == expected.shape
+        assert y.dtype == dtype
+        tolerance = 1e-5 if dtype == torch.float32 else 0.03
+        torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(64, 64)
+        self.body = nn.Sequential(nn.Linear(64, 64), nn.GELU(), self.shared)
+        self.lm_head = nn.Linear(64, 10, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.body(self.shared(x)))
+
+
+def test_a_model_is_quantized_in_place_but_for_what_is_left_out() -> None:
+    torch.manual_seed(0)
+    model, x = Model().eval(), torch.randn(5, 64)
+    with torch.no_grad():
+        before = model(x)
+        assert quantize_(model, group_size=32, only=lambda name, _: name != "lm_head") is model
+        after = model(x)
+    assert type(model.lm_head) is nn.Linear
+    assert type(model.body[0]) is QuantLinear
+    assert model.shared is model.body[2]
+    assert not model.shared.training
+    error = (after - before).norm() / before.norm()
+    assert 0 < error < 0.2
+
+
+def test_nothing_is_replaced_where_one_layer_cannot_be() -> None:
+    model = Model()
+    model.lm_head.weight.data[3, 4] = float("inf")
+    with pytest.raises(KernelArgumentError, match="not finite"):
+        quantize_(model)
+    assert type(model.shared) is nn.Linear
+    with pytest.raises(KernelArgumentError, match="bare Linear"):
+        quantize_(nn.Linear(4, 4))
+
+
+def test_casting_packs_anew_and_the_bias_follows() -> None:
+    torch.manual_seed(0)
+    layer = QuantLinear.from_linear(nn.Linear(64, 64), group_size=32)
+    codes, x = layer.weight.unpack()[0], torch.randn(2, 64)
+    expected = layer(x)
+    layer.to(torch.bfloat16)
+    assert layer.weight.dtype == layer.bias.dtype == torch.bfloat16
+    assert torch.equal(layer.weight.unpack()[0], codes)
+    torch.testing.assert_close(layer(x.bfloat16()).float(), expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_saved_and_loaded_with_the_model(symmetric: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 64)
+    model = quantize_(Model(), group_size=32, symmetric=symmetric)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    other = quantize_(Model(), group_size=16)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    with torch.no_grad():
+        assert torch.equal(other(x), model(x))
+    assert other.shared.weight.group_size == 32
+    with pytest.raises(KernelArgumentError, match="saved weight"):
+        QuantLinear.from_linear(nn.Linear(64, 32)).set_extra_state(model.shared.get_extra_state())
+
+
+def test_compiles_without_a_break() -> None:
+    torch.manual_seed(0)
+    model, x = quantize_(Model(), group_size=32).eval(), torch.randn(5, 64)
+    with torch.no_grad():
+        expected = model(x)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), expected)

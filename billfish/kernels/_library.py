@@ -6,6 +6,7 @@ takes the fake one.
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NoReturn
 
 import torch
@@ -25,16 +26,27 @@ def register(
     *,
     fake: Callable[..., Any],
     cpu: Callable[..., Any],
-    cuda: Callable[..., Any] | None = None,
+    gpu: str | None = None,
 ) -> Callable[..., Any]:
-    """Define `billfish::<schema>` with one implementation a device; return the callable op."""
+    """Define `billfish::<schema>` with one implementation a device; return the callable op.
+
+    gpu: the module whose function of the op's name is the implementation for a GPU. It is imported
+    at the first call: a machine without a GPU needs no triton.
+    """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, cpu, "CPU")
-    _LIBRARY.impl(name, cuda or _no_gpu_kernel(name), "CUDA")
+    _LIBRARY.impl(name, _imported(gpu, name) if gpu else _no_gpu_kernel(name), "CUDA")
     _torch_library.register_fake(f"billfish::{name}", fake, lib=_LIBRARY)
     op: Callable[..., Any] = getattr(torch.ops.billfish, name).default
     return op
+
+
+def _imported(module: str, name: str) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        return getattr(import_module(module), name)(*arguments)
+
+    return run
 
 
 def _no_gpu_kernel(name: str) -> Callable[..., NoReturn]:

@@ -1,5 +1,8 @@
 """The operations as torch sees them: schemas, fake tensors, torch.compile, the cost of a call."""
 
+import importlib
+import inspect
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -127,3 +130,17 @@ def test_errors_keep_their_type_under_compile():
     compiled = torch.compile(general.silu_mul, backend="eager")
     with pytest.raises(KernelArgumentError, match="gate_up"):
         compiled(torch.zeros(2, 7))
+
+
+@pytest.mark.parametrize("family", ["marlin", "paged_attention"])
+def test_every_operation_has_its_function_for_a_gpu(family):
+    """They are imported by name at the first call, which no machine without a GPU makes."""
+    pytest.importorskip("triton")
+    package = importlib.import_module(f"billfish.kernels.{family}")
+    gpu = importlib.import_module(f"billfish.kernels.{family}.gpu")
+    ops = [value for value in vars(package).values() if isinstance(value, torch._ops.OpOverload)]
+    assert ops
+    for op in ops:
+        function = getattr(gpu, op.name().removeprefix("billfish::").partition(".")[0])
+        schema = [argument.name for argument in op._schema.arguments]
+        assert list(inspect.signature(function).parameters) == schema

@@ -5,7 +5,6 @@ y = marlin.w4a16_matmul(x, weight)
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
@@ -32,19 +31,12 @@ def _fake(
     return x.new_empty((*x.shape[:-1], n))
 
 
-def _on_gpu(*args: Any) -> Tensor:
-    """Imported at the first call: a machine without a GPU needs no triton."""
-    from billfish.kernels.marlin import gpu
-
-    return gpu.w4a16_matmul(*args)
-
-
 _w4a16_matmul: Callable[..., Tensor] = register(
     "w4a16_matmul(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? offsets, "
     "Tensor? g_idx, Tensor? perm, Tensor? bias, int n, int group_size, str layout) -> Tensor",
     fake=_fake,
     cpu=cpu.w4a16_matmul,
-    cuda=_on_gpu,
+    gpu="billfish.kernels.marlin.gpu",
 )
 
 

@@ -8,7 +8,6 @@ num_kv_heads, head_dim]. A layer sees k_cache = kv_cache[l, 0] and v_cache = kv_
     out = attend(query, k_cache, v_cache, metadata)
 """
 
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -49,22 +48,14 @@ def _cpu_attend(*arguments: Any) -> Tensor:
     return cpu.attend(*step)
 
 
-def _on_gpu(name: str) -> Callable[..., Any]:
-    """The GPU implementation, imported at the first call: it needs triton."""
-
-    def run(*arguments: Any) -> Any:
-        gpu = importlib.import_module("billfish.kernels.paged_attention.gpu")
-        return getattr(gpu, name)(*arguments)
-
-    return run
-
+_GPU = "billfish.kernels.paged_attention.gpu"
 
 _write_kv = register(
     "write_kv(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor slot_mapping) -> ()",
     fake=_fake_nothing,
     cpu=cpu.write_kv,
-    cuda=_on_gpu("write_kv"),
+    gpu=_GPU,
 )
 _rotate_and_write: Callable[..., Tensor] = register(
     "rotate_and_write(Tensor query, Tensor key, Tensor value, Tensor(a!) k_cache, "
@@ -72,7 +63,7 @@ _rotate_and_write: Callable[..., Tensor] = register(
     "Tensor? q_norm, Tensor? k_norm, float eps) -> Tensor",
     fake=_fake_attend,
     cpu=cpu.rotate_and_write,
-    cuda=_on_gpu("rotate_and_write"),
+    gpu=_GPU,
 )
 _attend: Callable[..., Tensor] = register(
     "attend(Tensor query, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "
@@ -81,20 +72,20 @@ _attend: Callable[..., Tensor] = register(
     "-> Tensor",
     fake=_fake_attend,
     cpu=_cpu_attend,
-    cuda=_on_gpu("attend"),
+    gpu=_GPU,
 )
 _copy_blocks = register(
     "copy_blocks(Tensor(a!) kv_cache, Tensor src, Tensor dst) -> ()",
     fake=_fake_nothing,
     cpu=cpu.copy_blocks,
-    cuda=_on_gpu("copy_blocks"),
+    gpu=_GPU,
 )
 _swap_blocks = register(
     "swap_blocks(Tensor src_cache, Tensor(a!) dst_cache, Tensor src_blocks, Tensor dst_blocks) "
     "-> ()",
     fake=_fake_nothing,
     cpu=cpu.swap_blocks,
-    cuda=_on_gpu("swap_blocks"),
+    gpu=_GPU,
 )
 
 

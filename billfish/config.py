@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from billfish.errors import ConfigError
+from billfish.errors import ConfigError, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,22 +123,24 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise ConfigError(f"dtype must be float32, bfloat16 or float16, got {self.dtype!r}")
+            raise ConfigError(
+                f"dtype must be float32, bfloat16 or float16, got {shown(self.dtype)}"
+            )
         if not isinstance(self.cache, CacheConfig):
-            raise ConfigError(f"cache must be a CacheConfig, got {self.cache!r}")
+            raise ConfigError(f"cache must be a CacheConfig, got {shown(self.cache)}")
         if not isinstance(self.scheduler, SchedulerConfig):
-            raise ConfigError(f"scheduler must be a SchedulerConfig, got {self.scheduler!r}")
+            raise ConfigError(f"scheduler must be a SchedulerConfig, got {shown(self.scheduler)}")
 
 
 def _check_cost(name: str, value: object) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ConfigError(f"{name} must be a number, got {value!r}")
+        raise ConfigError(f"{name} must be a number, got {shown(value)}")
     if not 0 <= value < math.inf:  # NaN fails both comparisons
-        raise ConfigError(f"{name} must be a number from 0 up, got {value}")
+        raise ConfigError(f"{name} must be a number from 0 up, got {shown(value)}")
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"{name} must be an integer, got {value!r}")
+        raise ConfigError(f"{name} must be an integer, got {shown(value)}")
     if not low <= value <= high:
-        raise ConfigError(f"{name} must be between {low} and {high}, got {value}")
+        raise ConfigError(f"{name} must be between {low} and {high}, got {shown(value)}")

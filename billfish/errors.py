@@ -1,6 +1,15 @@
 """Every error that Billfish raises on purpose. No imports, so that any layer may use it."""
 
 
+def shown(value: object) -> str:
+    """A value as an error message shows it: however large it is, and whatever its repr does."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of more digits than Python prints, somebody's own class
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
 class BillfishError(Exception):
     """Base of all errors that Billfish raises on purpose."""
 

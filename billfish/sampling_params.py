@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from billfish.errors import InvalidRequestError
+from billfish.errors import InvalidRequestError, shown
 
 _T = TypeVar("_T")
 
@@ -91,7 +91,7 @@ class SamplingParams:
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(value := getattr(self, name), bool):
-                raise InvalidRequestError(name, f"must be a bool, got {value!r}")
+                raise InvalidRequestError(name, f"must be a bool, got {shown(value)}")
         self._check_texts("stop", MAX_STOP_STRINGS, MAX_STOP_STRING_LENGTH)
         self._check_texts("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
         self._check_ids("stop_token_ids", MAX_STOP_TOKEN_IDS)
@@ -119,6 +119,8 @@ class SamplingParams:
         for text in texts:
             if not 0 < len(text) <= longest:
                 raise InvalidRequestError(name, f"each string must have 1 to {longest} characters")
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise InvalidRequestError(name, "holds a lone surrogate, which no text can match")
 
     def _check_ids(self, name: str, most: int) -> None:
         ids = _tuple_of(name, getattr(self, name), int, most)
@@ -129,7 +131,7 @@ class SamplingParams:
     def _check_logit_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
             raise InvalidRequestError(
-                "logit_bias", f"must map token ids to numbers, got {self.logit_bias!r}"
+                "logit_bias", f"must map token ids to numbers, got {shown(self.logit_bias)}"
             )
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequestError(
@@ -147,24 +149,24 @@ class SamplingParams:
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidRequestError(name, f"must be an integer, got {value!r}")
+        raise InvalidRequestError(name, f"must be an integer, got {shown(value)}")
     if not low <= value <= high:
-        raise InvalidRequestError(name, f"must be between {low} and {high}, got {value}")
+        raise InvalidRequestError(name, f"must be between {low} and {high}, got {shown(value)}")
 
 
 def _check_float(name: str, value: object, low: float, high: float) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise InvalidRequestError(name, f"must be a number, got {value!r}")
+        raise InvalidRequestError(name, f"must be a number, got {shown(value)}")
     if not low <= value <= high:  # NaN fails both comparisons
-        raise InvalidRequestError(name, f"must be between {low:g} and {high:g}, got {value}")
+        raise InvalidRequestError(name, f"must be between {low:g} and {high:g}, got {shown(value)}")
 
 
 def _tuple_of(name: str, values: object, kind: type[_T], most: int) -> tuple[_T, ...]:
     if not isinstance(values, tuple | list):
-        raise InvalidRequestError(name, f"must be a list of {kind.__name__}, got {values!r}")
+        raise InvalidRequestError(name, f"must be a list of {kind.__name__}, got {shown(values)}")
     if len(values) > most:
         raise InvalidRequestError(name, f"at most {most} are allowed, got {len(values)}")
     for value in values:
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise InvalidRequestError(name, f"must hold only {kind.__name__}, got {value!r}")
+            raise InvalidRequestError(name, f"must hold only {kind.__name__}, got {shown(value)}")
     return tuple(values)

@@ -22,7 +22,13 @@ from billfish.engine.request_checks import (
     check_token_range,
 )
 from billfish.engine.scheduler import ScheduledStep, Scheduler
-from billfish.errors import CapacityError, ConfigError, ExecutorError, InvalidRequestError
+from billfish.errors import (
+    CapacityError,
+    ConfigError,
+    ExecutorError,
+    InvalidRequestError,
+    shown,
+)
 from billfish.sampling_params import SamplingParams
 
 
@@ -124,7 +130,7 @@ class Engine:
         self._check_request_id(request_id)
         check_cache_salt(cache_salt)
         if not isinstance(params, SamplingParams):
-            raise InvalidRequestError("params", f"must be SamplingParams, got {params!r}")
+            raise InvalidRequestError("params", f"must be SamplingParams, got {shown(params)}")
         stop_ids = frozenset(params.stop_token_ids)
         stop_ids = stop_ids if params.ignore_eos else stop_ids | self._eos_token_ids
         bad_words = check_sampling(params, stop_ids, bad_word_ids, self._vocab_size)
@@ -251,6 +257,7 @@ class Engine:
             if failure is not None:
                 if failure == NOT_FINITE:
                     self._blocks.distrust(request)
+                    request.forget_prompt_logprobs()
                 output = request.finish("error", failure)
             else:
                 if request.record.first_token is None:
@@ -333,7 +340,7 @@ class Engine:
 
     def _check_request_id(self, request_id: str) -> None:
         if not isinstance(request_id, str) or not request_id:
-            raise InvalidRequestError("request_id", f"must be a string, got {request_id!r}")
+            raise InvalidRequestError("request_id", f"must be a string, got {shown(request_id)}")
         if SEPARATOR in request_id:
             raise InvalidRequestError("request_id", f"must not hold {SEPARATOR!r}")
         if request_id in self._requests or any(

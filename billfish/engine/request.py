@@ -107,6 +107,11 @@ class Request:
         if known is not None and new.start <= len(known):
             known.extend(new.tokens[len(known) - new.start :])
 
+    def forget_prompt_logprobs(self) -> None:
+        """They came from broken logits: other samples of the prompt are to compute them anew."""
+        if self.record.prompt_logprobs is not None:
+            del self.record.prompt_logprobs[1:]  # the first token has none
+
     def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> RequestOutput:
         """Take the token that a step chose: extend the text, and see whether it ends here."""
         self.record.token_ids.append(token_id)

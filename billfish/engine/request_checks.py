@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from billfish.errors import InvalidRequestError
+from billfish.errors import InvalidRequestError, shown
 from billfish.sampling_params import SamplingParams
 
 MAX_CACHE_SALT_LENGTH = 1024
@@ -17,13 +17,13 @@ def check_token_range(parameter: str, token_ids: tuple[int, ...], vocab_size: in
     if set(map(type, token_ids)) != {int}:
         wrong = next(i for i, token_id in enumerate(token_ids) if type(token_id) is not int)
         raise InvalidRequestError(
-            parameter, f"must hold only integers, got {token_ids[wrong]!r} at index {wrong}"
+            parameter, f"must hold only integers, got {shown(token_ids[wrong])} at index {wrong}"
         )
     for token_id in (min(token_ids), max(token_ids)):
         if not 0 <= token_id < vocab_size:
             raise InvalidRequestError(
                 parameter,
-                f"token id {token_id} at index {token_ids.index(token_id)} is not in the "
+                f"token id {shown(token_id)} at index {token_ids.index(token_id)} is not in the "
                 f"vocabulary, 0..{vocab_size - 1}",
             )
 
@@ -44,6 +44,12 @@ def check_sampling(
     check_token_range("logit_bias", tuple(params.logit_bias), vocab_size)
     if bool(params.bad_words) != bool(bad_word_ids):
         raise InvalidRequestError("bad_words", "must come with their token ids, and only so")
+    if not isinstance(bad_word_ids, list | tuple) or not all(
+        isinstance(sequence, list | tuple) for sequence in bad_word_ids
+    ):
+        raise InvalidRequestError(
+            "bad_words", f"their token ids must be lists in a list, got {shown(bad_word_ids)}"
+        )
     sequences = tuple(map(tuple, bad_word_ids))
     for sequence in sequences:
         if not sequence:
@@ -72,7 +78,7 @@ def check_cache_salt(cache_salt: str | None) -> None:
     if cache_salt is None:
         return
     if not isinstance(cache_salt, str):
-        raise InvalidRequestError("cache_salt", f"must be a string, got {cache_salt!r}")
+        raise InvalidRequestError("cache_salt", f"must be a string, got {shown(cache_salt)}")
     if not 0 < len(cache_salt) <= MAX_CACHE_SALT_LENGTH:
         raise InvalidRequestError(
             "cache_salt",

@@ -106,9 +106,12 @@ class Scheduler:
         all, and what was to be swapped out is computed again.
         """
         failed = self.running[:]
-        self._released = list(dict.fromkeys([*step.plan.released, *self._released]))
+        self._released = [*step.plan.released, *self._released]
         for request in failed:
             self.remove(request)
+        self._released = list(
+            dict.fromkeys(self._released)
+        )  # an id may have come back in that plan
         for request in step.swapped:
             if request.host_blocks:  # not aborted meanwhile
                 self.blocks.forget_swapped(request)
@@ -210,7 +213,8 @@ class Scheduler:
         """Give it a seat."""
         del self.waiting[request.sequence_id]
         self.running.append(request)
-        request.num_prefill_tokens = request.num_tokens
+        # The last token generated before a preemption was never computed: that is decoding.
+        request.num_prefill_tokens = request.num_tokens - bool(request.record.token_ids)
         if request.record.first_scheduled is None:
             request.record.first_scheduled = now
 

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from billfish.engine.plan import Admission
+from billfish.errors import CapacityError
+from billfish.worker.memory import available_memory, zeros_on_demand
 
 if TYPE_CHECKING:
     from billfish.worker.input_batch import Row
@@ -95,13 +97,19 @@ class LogitsProcessor:
     """Applies the rules of many requests at once.
 
     Keeps how often each row's request has generated each token: int32 [max_num_seqs, vocab_size].
-    It takes memory once a request with a penalty comes, and is brought up to date by the tokens
-    that are new since the row's last step.
+    A row takes memory once a request with a penalty uses it, and is brought up to date by the
+    tokens that are new since the row's last step. Raises CapacityError where the machine has less
+    memory to give than all rows can take.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
-        self._shape = (max_num_seqs, vocab_size)
-        self._counts: Tensor | None = None
+        asked, there = 4 * max_num_seqs * vocab_size, available_memory()
+        if asked > there:
+            raise CapacityError(
+                f"penalties of {max_num_seqs} requests over {vocab_size} tokens can take {asked} "
+                f"bytes and {there} are available: lower max_num_seqs"
+            )
+        self._counts = zeros_on_demand((max_num_seqs, vocab_size), torch.int32)
 
     def apply(self, logits: Tensor, rows: "Sequence[Row]", token_ids: Tensor) -> Tensor:
         """Float32 logits [S, vocab_size] of these rows, processed; `logits` itself if none asks.
@@ -125,8 +133,6 @@ class LogitsProcessor:
 
     def _penalize(self, logits: Tensor, asking: "list[Asking]", token_ids: Tensor) -> None:
         device = logits.device
-        if self._counts is None:
-            self._counts = torch.zeros(self._shape, dtype=torch.int32, device=device)
         self._count(self._counts, asking, token_ids)
         # Only tokens that occur change. One that occurs twice is written twice, with equal values.
         where, tokens = _pairs(

@@ -114,3 +114,23 @@ def test_preemption_in_the_middle(plain: LLM, tiny: Path, preemption: str) -> No
     middle = [output for output in outputs if output.metrics.preemptions]
     assert any(output.metrics.num_output_tokens == 30 for output in middle)
     assert stats.blocks_in_use == stats.host_blocks_in_use == 0
+
+
+def test_prompt_logprobs_of_a_broken_sample_are_not_the_next_ones(tiny: Path) -> None:
+    """The first forward pass gives no numbers; the second sample computes the prompt anew."""
+    llm = load(tiny, max_num_seqs=1)
+    params = SamplingParams(n=2, max_tokens=2, prompt_logprobs=0, temperature=0, ignore_eos=True)
+    prompt = list(range(3, 23))
+    forward, passes = llm.executor.model.forward, []
+
+    def broken_once(*arguments):
+        passes.append(None)
+        hidden = forward(*arguments)
+        return hidden * float("nan") if len(passes) == 1 else hidden
+
+    llm.executor.model.forward = broken_once
+    first, second = llm.generate([prompt], params)
+    assert first.finish_reason == "error"
+    assert second.finish_reason == "length"
+    (fresh,) = llm.generate([prompt], replace(params, n=1))
+    assert second.prompt_logprobs == fresh.prompt_logprobs

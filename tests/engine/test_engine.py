@@ -682,3 +682,42 @@ def test_the_engine_imports_no_torch() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(("preemption", "swap_blocks"), [("recompute", 0), ("swap", 100)])
+def test_prefill_tokens_are_the_prompts_and_what_is_computed_again(preemption, swap_blocks) -> None:
+    engine, worker = make_engine(
+        num_blocks=12, max_model_len=64, preemption=preemption, swap_blocks=swap_blocks,
+        prefix_caching=False, max_num_seqs=8,
+    )  # fmt: skip
+    for i in range(6):
+        engine.add_request(str(i), [i + 1] * 4, SamplingParams(max_tokens=30))
+    run(engine)
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    computed = sum(work.num_tokens for plan in worker.plans for work in plan.work)
+    # Every output token but the last of each request is decoded, and that once.
+    assert stats.prefill_tokens == computed - (stats.output_tokens - 6)
+    if preemption == "swap":
+        assert stats.prefill_tokens == 24
+
+
+def test_an_id_used_again_is_released_once_after_its_step_failed() -> None:
+    engine, worker = make_engine()
+    engine.add_request("a", [1], SamplingParams(max_tokens=1, seed=0))
+    engine.step()
+    engine.add_request("a", [1], SamplingParams(max_tokens=3, seed=0))
+    worker.hook = fail_at(1, Broken("gone"))
+    with pytest.raises(Broken):
+        engine.step()
+    assert run(engine)["a"].finish_reason == "error"
+    assert worker.plans[-1].released == ("a",)
+    assert not worker.sequences
+
+
+@pytest.mark.parametrize("ids", [5, [5], "ab", [["a"]], [[True]], [[10**5000]]])
+def test_token_ids_of_bad_words_are_lists_of_integers(ids) -> None:
+    engine, _ = make_engine()
+    with pytest.raises(InvalidRequestError, match="bad_words"):
+        engine.add_request("a", [1], SamplingParams(bad_words=("x",)), bad_word_ids=ids)
+    assert not engine.has_unfinished

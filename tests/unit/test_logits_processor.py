@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from billfish.engine.plan import Admission, StepPlan
+from billfish.errors import CapacityError
 from billfish.sampling_params import SamplingParams
 from billfish.worker.input_batch import InputBatch
 from billfish.worker.logits_processor import LogitsProcessor
@@ -326,3 +327,8 @@ class TestTransformers:
         expected = getattr(transformers, name)(value)(tokens, logits.double()).softmax(-1)
         ours = probabilities(logits, [SamplingParams(**options)] * 4)
         torch.testing.assert_close(ours / ours.sum(-1, keepdim=True), expected)
+
+
+def test_more_counts_than_the_machine_has_memory_for_are_refused_with_numbers() -> None:
+    with pytest.raises(CapacityError, match=r"can take \d+ bytes and \d+ are available"):
+        LogitsProcessor(2**16, 2**26)

@@ -98,3 +98,21 @@ def test_params_can_be_copied_compared_and_hashed() -> None:
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(TypeError, match="beam_width"):
         SamplingParams(beam_width=4)
+
+
+@pytest.mark.parametrize("option", ["n", "max_tokens", "temperature", "top_k", "seed", "logprobs"])
+def test_integers_too_long_to_print_are_refused_like_any_other(option: str) -> None:
+    with pytest.raises(InvalidRequestError, match=option):
+        SamplingParams(**{option: 10**5000})
+
+
+def test_a_message_is_short_whatever_it_speaks_of() -> None:
+    for options in ({"seed": "x" * 10**6}, {"stop": [["y"] * 10**5]}, {"logit_bias": "z" * 10**6}):
+        with pytest.raises(InvalidRequestError) as error:
+            SamplingParams(**options)
+        assert len(str(error.value)) < 200
+
+
+def test_a_stop_string_that_no_text_can_hold_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="surrogate"):
+        SamplingParams(stop="a\ud800")

@@ -70,7 +70,7 @@ class CacheConfig:
             _check_int("num_blocks", self.num_blocks, 1, 2**31 - 2)
         _check_int("memory_bytes", self.memory_bytes, 1, 2**63 - 1)
         if not isinstance(self.prefix_caching, bool):
-            raise ConfigError(f"prefix_caching must be a bool, got {self.prefix_caching!r}")
+            raise ConfigError(f"prefix_caching must be a bool, got {shown(self.prefix_caching)}")
         _check_int("swap_blocks", self.swap_blocks, 0, 2**31 - 2)
 
 
@@ -106,7 +106,7 @@ class SchedulerConfig:
             _check_int("max_model_len", self.max_model_len, 1, 2**31 - 1)
         if self.preemption not in ("auto", "recompute", "swap"):
             raise ConfigError(
-                f'preemption must be "auto", "recompute" or "swap", got {self.preemption!r}'
+                f'preemption must be "auto", "recompute" or "swap", got {shown(self.preemption)}'
             )
         if self.swap_cost is not None:
             _check_cost("swap_cost", self.swap_cost)

@@ -18,7 +18,7 @@ from billfish.checkpoint.gguf import GGUFFile
 from billfish.checkpoint.locate import DEMO_MODEL, locate
 from billfish.config import CacheConfig, EngineConfig, SchedulerConfig
 from billfish.engine import Engine, EngineStats, RequestOutput
-from billfish.errors import CapacityError, CheckpointError, ConfigError, InvalidRequestError
+from billfish.errors import CapacityError, CheckpointError, ConfigError, InvalidRequestError, shown
 from billfish.models import gguf as gguf_models
 from billfish.sampling_params import SamplingParams
 from billfish.tokenizer import from_gguf
@@ -84,7 +84,7 @@ class LLM:
         progress: Progress | None = None,
     ) -> None:
         if not isinstance(model, str | os.PathLike):
-            raise ConfigError(f"model must be a path or a name, got {model!r}")
+            raise ConfigError(f"model must be a path or a name, got {shown(model)}")
         self.config = EngineConfig(
             model=os.fspath(model),
             dtype=dtype,

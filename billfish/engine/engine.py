@@ -306,7 +306,7 @@ class Engine:
     def _check_result(self, plan: StepPlan, result: StepResult) -> None:
         """ExecutorError unless each that was due has either a token of the vocabulary or failed."""
         if not isinstance(result, StepResult) or result.step != plan.step:
-            raise ExecutorError(f"step {plan.step} was answered with {result!r}")
+            raise ExecutorError(f"step {plan.step} was answered with {shown(result)}")
         due = {work.request_id for work in plan.work if work.samples}
         due.update(fork.request_id for fork in plan.forks)
         answered = [*result.token_ids, *result.failed]
@@ -319,8 +319,8 @@ class Engine:
         for request_id, token_id in result.token_ids.items():
             if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
                 raise ExecutorError(
-                    f"step {plan.step}: {token_id!r} for {request_id!r} is not a token id below "
-                    f"{self._vocab_size}"
+                    f"step {plan.step}: {shown(token_id)} for {shown(request_id)} is not a token "
+                    f"id below {self._vocab_size}"
                 )
 
     def _take_logprobs(self, sampling: list[Request], result: StepResult) -> None:
@@ -336,7 +336,7 @@ class Engine:
                 continue
             missing = request.params.logprobs is not None and name not in result.logprobs
             if missing or request.needs_prompt_logits:
-                raise ExecutorError(f"step {result.step}: no log-probabilities for {name!r}")
+                raise ExecutorError(f"step {result.step}: no log-probabilities for {shown(name)}")
 
     def _check_request_id(self, request_id: str) -> None:
         if not isinstance(request_id, str) or not request_id:
@@ -346,7 +346,7 @@ class Engine:
         if request_id in self._requests or any(
             request_id == output.request_id for output in self._undelivered
         ):
-            raise InvalidRequestError("request_id", f"{request_id!r} is in use")
+            raise InvalidRequestError("request_id", f"{shown(request_id)} is in use")
 
     def _check_queue(self, samples: int) -> None:
         waiting, most = len(self._scheduler.waiting), self._scheduler.config.max_waiting

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from billfish.checkpoint.gguf import GGUFFile
 from billfish.config import ModelConfig
-from billfish.errors import CheckpointError, KernelArgumentError
+from billfish.errors import CheckpointError, KernelArgumentError, shown
 from billfish.kernels import marlin
 from billfish.layers.linear import Linear, MergedLinear, QuantLinear
 from billfish.models import llama
@@ -51,7 +51,7 @@ def read_config(file: GGUFFile) -> ModelConfig:
     architecture = file.get_str("general.architecture")
     if architecture != "llama":
         raise CheckpointError(
-            file.path, f"architecture {architecture!r} is not supported (supported: llama)"
+            file.path, f"architecture {shown(architecture)} is not supported (supported: llama)"
         )
     if file.get_int("split.count", 0, 2**16, default=1) > 1:
         raise CheckpointError(file.path, "is one part of a split model; join the parts first")
@@ -118,7 +118,7 @@ def _rope_scaling(file: GGUFFile) -> float:
         old = file.get_float("llama.rope.scale_linear", 1e-3, 1e6, default=1.0)
         return file.get_float("llama.rope.scaling.factor", 1e-3, 1e6, default=old)
     raise CheckpointError(
-        file.path, f"{kind!r} is not supported (supported: none, linear)",
+        file.path, f"{shown(kind)} is not supported (supported: none, linear)",
         tensor="llama.rope.scaling.type",
     )  # fmt: skip
 

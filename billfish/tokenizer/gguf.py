@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 from tokenizers.models import BPE
 
-from billfish.errors import CheckpointError
+from billfish.errors import CheckpointError, shown
 from billfish.tokenizer.chat_template import ChatTemplate
 from billfish.tokenizer.metadata import Metadata
 from billfish.tokenizer.pretokenizers import WORD_RULES
@@ -69,7 +69,7 @@ def from_gguf(metadata: Mapping[str, Any], path: str) -> Tokenizer:
     source = Metadata(metadata, path)
     kind = source.text("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
-        reason = f"{kind!r} is not supported (supported: 'gpt2', 'llama')"
+        reason = f"{shown(kind)} is not supported (supported: 'gpt2', 'llama')"
         raise CheckpointError(path, reason, tensor="tokenizer.ggml.model")
     texts = source.strings(_TOKENS)
     _check_distinct(texts, path)
@@ -92,7 +92,7 @@ def _byte_level(source: Metadata, texts: list[str], types: list[int]) -> _Built:
     if rules is None:
         known = ", ".join(WORD_RULES)
         raise CheckpointError(
-            source.path, f"{pre!r} is not supported (supported: {known})", tensor=_PRE
+            source.path, f"{shown(pre)} is not supported (supported: {known})", tensor=_PRE
         )
     if source.flag(_SPACE_PREFIX, False):
         reason = "is not supported for a byte-level vocabulary"
@@ -106,7 +106,7 @@ def _byte_level(source: Metadata, texts: list[str], types: list[int]) -> _Built:
     for merge in source.strings(_MERGES):
         left, _, right = merge.partition(" ")
         if not left or not right or " " in right:
-            reason = f"a merge must be two tokens with a space between, not {merge!r}"
+            reason = f"a merge must be two tokens with a space between, not {shown(merge)}"
             raise CheckpointError(source.path, reason, tensor=_MERGES)
         merges.append((left, right))
     try:
@@ -135,7 +135,9 @@ def _sentencepiece(source: Metadata, texts: list[str], types: list[int]) -> _Bui
     for i in _of_type(types, TokenType.BYTE):
         match = _BYTE_TOKEN.fullmatch(texts[i])
         if match is None:
-            reason = f"token {i}, {texts[i]!r}, is marked as a byte but is not <0x00> to <0xFF>"
+            reason = (
+                f"token {i}, {shown(texts[i])}, is marked as a byte but is not <0x00> to <0xFF>"
+            )
             raise CheckpointError(source.path, reason, tensor=_TOKENS)
         byte_ids[int(match[1], 16)] = i
     if len(byte_ids) != 256:
@@ -253,7 +255,9 @@ def _check_distinct(texts: list[str], path: str) -> None:
     seen: set[str] = set()
     for i, text in enumerate(texts):
         if text in seen:
-            raise CheckpointError(path, f"token {i}, {text!r}, stands there twice", tensor=_TOKENS)
+            raise CheckpointError(
+                path, f"token {i}, {shown(text)}, stands there twice", tensor=_TOKENS
+            )
         seen.add(text)
 
 

@@ -4,7 +4,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from billfish.errors import CheckpointError
+from billfish.errors import CheckpointError, shown
 
 
 class Metadata:
@@ -33,7 +33,7 @@ class Metadata:
     def flag(self, key: str, default: bool) -> bool:
         value = self._values.get(key, default)
         if not isinstance(value, bool):
-            self._fail(key, f"must be true or false, but is {value!r}")
+            self._fail(key, f"must be true or false, but is {shown(value)}")
         return value
 
     def token_id(self, key: str, vocab_size: int) -> int | None:
@@ -42,7 +42,7 @@ class Metadata:
         if value is None:
             return None
         if isinstance(value, bool) or not hasattr(value, "__index__"):
-            self._fail(key, f"must be an integer, but is {value!r}")
+            self._fail(key, f"must be an integer, but is {shown(value)}")
         token_id = operator.index(value)
         if not 0 <= token_id < vocab_size:
             self._fail(key, f"{token_id} is outside the vocabulary of {vocab_size}")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from billfish.errors import CheckpointError, InvalidRequestError
+from billfish.errors import CheckpointError, InvalidRequestError, shown
 from billfish.tokenizer.chat_template import ChatTemplate, check_text
 from billfish.tokenizer.content_guard import ContentGuard
 
@@ -105,7 +105,7 @@ class Tokenizer:
         bare = word.lstrip(" ") or word
         found = {tuple(self._encode(text, False, space="")) for text in (bare, " " + bare)}
         if () in found:
-            raise InvalidRequestError("word", f"{word!r} has no tokens in this vocabulary")
+            raise InvalidRequestError("word", f"{shown(word)} has no tokens in this vocabulary")
         return tuple(sorted(found))
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:

@@ -212,3 +212,13 @@ def test_a_scaling_factor_without_a_type_is_linear(tmp_path: Path, key: str) -> 
         writer.add_float32(key, 4.0)
 
     assert load(tiny_gguf.write(tmp_path / "old.gguf", metadata=old)).model_config.rope_scaling == 4
+
+
+def test_a_message_is_short_whatever_the_file_holds(tmp_path: Path) -> None:
+    def long(writer: gguf.GGUFWriter) -> None:
+        writer.add_string("llama.rope.scaling.type", "x" * 10**6)
+
+    path = tiny_gguf.write(tmp_path / "long.gguf", metadata=long)
+    with pytest.raises(CheckpointError, match="is not supported") as error:
+        load(path)
+    assert len(error.value.reason) < 200

@@ -85,7 +85,9 @@ def check_tensors(tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec]
 def nibbles(packed: Tensor) -> Tensor:
     """int32 or uint8 [R, C] -> uint8 [R, 8 C or 2 C]: the four-bit values of each row, lowest bits
     first."""
-    bytes_ = packed.contiguous().view(torch.uint8)  # little-endian, as every machine served is
+    # A copy, because a transposed column counts as contiguous but cannot be viewed as bytes.
+    # Bytes are little-endian, as on every machine served.
+    bytes_ = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     values = bytes_.new_empty(*bytes_.shape, 2)
     torch.bitwise_and(bytes_, 15, out=values[..., 0])
     torch.bitwise_right_shift(bytes_, 4, out=values[..., 1])

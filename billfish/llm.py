@@ -340,7 +340,7 @@ class LLM:
             for request_id in mine:
                 if self._inboxes.pop(request_id, None):
                     self.engine.abort(request_id)
-        if not self._inboxes and self.engine.has_unfinished:
+        while not self._inboxes and self.engine.has_unfinished:
             self._step()
 
 

@@ -163,19 +163,21 @@ class BlockManager:
             self.host.free(request.host_blocks)
             request.host_blocks.clear()
 
-    def register(self, requests: Iterable[Request]) -> None:
-        """Let others find what these requests have computed: the plans for it have succeeded."""
+    def register(self, computed: Iterable[tuple[Request, int]]) -> None:
+        """Let others find the first tokens, so many, of each request: the plans that compute them
+        have succeeded. Passes over those that have lost their blocks since."""
         if self.prefix_cache is None:
             return
         size = self.pool.block_size
-        for request in requests:
-            if request.num_computed_tokens // size > len(request.chain):
-                self.prefix_cache.register(request)
+        for request, end in computed:
+            held = min(request.num_computed_tokens, len(request.block_table) * size)
+            if end // size > len(request.chain) and end <= held:
+                self.prefix_cache.register(request, end)
 
     def distrust(self, request: Request) -> None:
         """Let nobody find what this request has computed, or found: it led to no logits."""
         if self.prefix_cache is not None:
-            self.prefix_cache.forget(request.block_table)
+            self.prefix_cache.forget(request)
 
     def slots_used(self, running: list[Request]) -> int:
         """KV slots in use that hold a token, or will once the plans made so far have run."""

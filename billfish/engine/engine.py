@@ -2,8 +2,10 @@
 
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 from billfish.config import SchedulerConfig
 from billfish.engine.block_manager import BlockManager
@@ -11,7 +13,7 @@ from billfish.engine.block_pool import BlockPool
 from billfish.engine.detokenizer import Detokenizer
 from billfish.engine.logprobs import TokenLogprobs
 from billfish.engine.outputs import EngineStats, FinishReason, RequestOutput, RequestRecord
-from billfish.engine.plan import NOT_FINITE, Executor, StepPlan, StepResult
+from billfish.engine.plan import NOT_FINITE, Executor, PendingStep, StepPlan, StepResult
 from billfish.engine.prefix_cache import PrefixCache
 from billfish.engine.request import SEPARATOR, Request, sample_seed
 from billfish.engine.request_checks import (
@@ -32,6 +34,14 @@ from billfish.errors import (
 from billfish.sampling_params import SamplingParams
 
 
+@dataclass(slots=True)
+class _InFlight:
+    """A step whose result is still to come. pending: None where it is still to be computed."""
+
+    scheduled: ScheduledStep
+    pending: PendingStep | None = None
+
+
 class Engine:
     """Serves many requests at once through one executor. Not thread-safe.
 
@@ -45,6 +55,11 @@ class Engine:
     what the executor knows of them is unknown, and their blocks are back; requests that wait still
     do. The next `step` returns the outputs of the failed requests and computes nothing; those after
     it go on, with a plan that releases everything the failed one spoke of.
+
+    With `overlap` the executor always has work: `step` makes the next plan and submits it, and only
+    then waits for the result of the one before. So a step computes while the CPU plans the next and
+    turns the tokens of the last into text. The tokens are those of the plain loop. What ends a
+    request by the value of a token is seen one step late: what was computed past it is dropped.
     """
 
     def __init__(
@@ -61,6 +76,7 @@ class Engine:
         prefix_caching: bool = True,
         prefix_cache_key: bytes | None = None,
         swap_blocks: int = 0,
+        overlap: bool = False,
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -68,7 +84,8 @@ class Engine:
         in tokens; scheduler.max_model_len lowers it. token_bytes: the UTF-8 bytes of a token, b""
         for control tokens and for ids below vocab_size that are no token. prefix_caching: share the
         blocks of equal beginnings. prefix_cache_key: of their digests; None draws one. swap_blocks:
-        places for KV blocks in host memory. seed: of the seeds that requests without one get; None
+        places for KV blocks in host memory. overlap: compute a step while the next is planned; the
+        executor is an OverlappingExecutor. seed: of the seeds that requests without one get; None
         takes the operating system's entropy. clock: seconds.
         ConfigError if a setting is out of range or two contradict each other.
         """
@@ -95,6 +112,8 @@ class Engine:
         self._clock = clock
         self._requests: dict[str, list[Request]] = {}  # the samples that go on
         self._undelivered: list[RequestOutput] = []
+        self._submit = executor.submit if overlap else None  # type: ignore[attr-defined]
+        self._in_flight: deque[_InFlight] = deque()
         self._steps = 0
         self._blocks_peak = 0
         self._output_tokens = 0
@@ -106,7 +125,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do; after the last output, it tells the executor so."""
-        return bool(self._undelivered) or not self._scheduler.idle
+        return bool(self._undelivered or self._in_flight) or not self._scheduler.idle
 
     def add_request(
         self,
@@ -190,27 +209,44 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute one step; the outputs of the requests that got a token. See the class on failure.
 
-        Empty while prompts are only partly computed, and when there is nothing to do.
+        Empty while prompts are only partly computed, when there is nothing to do and, with overlap,
+        when the first step has been submitted.
         """
         if self._undelivered:
-            outputs, self._undelivered = self._undelivered, []
-            return outputs
+            undelivered, self._undelivered = self._undelivered, []
+            return undelivered
         scheduled = self._scheduler.schedule(self._clock())
-        if scheduled is None:
-            return []
-        outputs = []
+        outputs: list[RequestOutput] = []
         try:
-            result = self._executor.execute(scheduled.plan)
-            self._check_result(scheduled.plan, result)
-            self._take_logprobs(scheduled.sampling, result)
-            self._count_step()
-            self._scheduler.succeed(scheduled)
-            self._postprocess(scheduled, result, outputs)
+            if scheduled is not None:
+                self._start(scheduled)
+            most = 1 if self._submit and scheduled is not None else 0
+            if len(self._in_flight) > most:
+                self._finish_oldest(outputs)
         except BaseException:
-            self._fail(scheduled, outputs)
+            self._fail(outputs)
             raise
         self._check_if_idle()
         return outputs
+
+    def _start(self, scheduled: ScheduledStep) -> None:
+        """Submit a step; the plain loop computes it when it is finished."""
+        step = _InFlight(scheduled)
+        self._in_flight.append(step)  # before it is submitted: that may fail
+        if self._submit:
+            step.pending = self._submit(scheduled.plan)
+
+    def _finish_oldest(self, outputs: list[RequestOutput]) -> None:
+        step = self._in_flight[0]
+        scheduled, plan = step.scheduled, step.scheduled.plan
+        pending, step.pending = step.pending, None
+        result = pending.result() if pending else self._executor.execute(plan)
+        self._check_result(plan, result)
+        self._take_logprobs(scheduled, result)
+        self._count_step()
+        self._scheduler.succeed(scheduled)
+        self._postprocess(scheduled, result, outputs)
+        self._in_flight.popleft()
 
     def stats(self) -> EngineStats:
         scheduler, pool, blocks = self._scheduler, self._pool, self._blocks
@@ -278,10 +314,19 @@ class Engine:
         request.record.finished = self._clock()
         self._finished[reason] += 1
 
-    def _fail(self, step: ScheduledStep, outputs: list[RequestOutput]) -> None:
-        """A step failed: end all running requests, and keep the outputs for the next step."""
+    def _fail(self, outputs: list[RequestOutput]) -> None:
+        """A step failed: end all running requests, and keep the outputs for the next step.
+
+        What another step in flight brings is dropped with it.
+        """
         self._undelivered += outputs
-        for request in self._scheduler.fail(step):
+        steps = [step.scheduled for step in self._in_flight]
+        for step in self._in_flight:
+            if step.pending:
+                with suppress(Exception):
+                    step.pending.result()
+        self._in_flight.clear()
+        for request in self._scheduler.fail(steps):
             self._undelivered.append(request.finish("error"))
             self._forget(request, "error")
 
@@ -323,14 +368,14 @@ class Engine:
                     f"id below {self._vocab_size}"
                 )
 
-    def _take_logprobs(self, sampling: list[Request], result: StepResult) -> None:
+    def _take_logprobs(self, step: ScheduledStep, result: StepResult) -> None:
         """ExecutorError unless they are there for every token whose request asks for them."""
         if result.prompt_logprobs:
-            running = {request.sequence_id: request for request in self._scheduler.running}
-            for sequence_id, logprobs in result.prompt_logprobs.items():
-                if sequence_id in running:  # else aborted while the step was computed
-                    running[sequence_id].add_prompt_logprobs(logprobs)
-        for request in sampling:
+            for request, _ in step.computed:
+                logprobs = result.prompt_logprobs.get(request.sequence_id)
+                if logprobs is not None and request.finish_reason is None:
+                    request.add_prompt_logprobs(logprobs)
+        for request in step.sampling:
             name = request.sequence_id
             if request.finish_reason is not None or name not in result.token_ids:
                 continue

@@ -134,3 +134,23 @@ class Executor(Protocol):
     """Computes plans. Implemented by `billfish.worker.ModelRunner`, and by fakes in tests."""
 
     def execute(self, plan: StepPlan) -> StepResult: ...
+
+
+class PendingStep(Protocol):
+    """A step that is being computed."""
+
+    def result(self) -> StepResult:
+        """Waits for it; raises what went wrong. To be asked once, the oldest step first."""
+        ...
+
+
+class OverlappingExecutor(Executor, Protocol):
+    """An executor that can take the next plan while it computes the last one.
+
+    The next plan speaks of tokens that are being chosen: a work item may begin at the place of the
+    token that the step before samples. A sequence for which that step finds no token is computed
+    all the same, and its part of the result means nothing. Plans are computed in the order in which
+    they are submitted, as if each had waited for the one before.
+    """
+
+    def submit(self, plan: StepPlan) -> PendingStep: ...

@@ -17,7 +17,6 @@ import hashlib
 import itertools
 import secrets
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from billfish.engine.block_pool import BlockPool
@@ -79,10 +78,10 @@ class PrefixCache:
             parent = block.number
         return found
 
-    def register(self, request: Request) -> None:
-        """Make all full blocks of the request known. All its computed tokens must be written."""
+    def register(self, request: Request, num_tokens: int) -> None:
+        """Make the full blocks of the request's first tokens known, so many. They are written."""
         size, chain = self.pool.block_size, request.chain
-        full = request.num_computed_tokens // size
+        full = num_tokens // size
         if full <= len(chain):
             return
         # Where it hangs on another's block that is gone by now, its own takes the place.
@@ -98,10 +97,13 @@ class PrefixCache:
             )
             chain.append(block)
 
-    def forget(self, block_ids: Iterable[int]) -> None:
-        """Find these blocks no more."""
-        for block_id in block_ids:
+    def forget(self, request: Request) -> None:
+        """Find no more what the request holds, or held before it was preempted."""
+        for block_id in request.block_table:
             if (block := self._by_block.get(block_id)) is not None:
+                self._forget(block)
+        for digest in request.digests:
+            if (block := self._by_digest.get(digest)) is not None:
                 self._forget(block)
 
     def count(self, num_tokens: int, num_found: int) -> None:

@@ -25,7 +25,8 @@ class Request:
     stop_ids: token ids that end it. bad_word_ids: token sequences that it must not generate.
     cache_salt: see `prefix_cache`.
 
-    num_tokens: tokens known, prompt and output. num_computed_tokens: those whose KV is in the
+    num_tokens: tokens of prompt and output, those included that the plans made so far will choose:
+    num_pending of them are not known yet. num_computed_tokens: those whose KV is in the
     cache, or will be once the plans made so far have run; while it waits, those whose KV is in
     host_blocks. num_found_tokens: those whose KV came with its first blocks, and is not written
     again. num_prefill_tokens: tokens known when it was last admitted; what is computed past them is
@@ -63,6 +64,20 @@ class Request:
         self.sequence_id = self.request_id
         if self.index:
             self.sequence_id += f"{SEPARATOR}{self.index}"
+
+    @property
+    def num_generated(self) -> int:
+        """Output tokens, pending ones included."""
+        return self.num_tokens - len(self.prompt_token_ids)
+
+    @property
+    def num_pending(self) -> int:
+        """Output tokens that are being computed."""
+        return self.num_generated - len(self.record.token_ids)
+
+    def forget_pending(self) -> None:
+        """The steps that were to choose them have failed."""
+        self.num_tokens -= self.num_pending
 
     @property
     def max_kv_tokens(self) -> int:
@@ -113,11 +128,10 @@ class Request:
             del self.record.prompt_logprobs[1:]  # the first token has none
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> RequestOutput:
-        """Take the token that a step chose: extend the text, and see whether it ends here."""
+        """Take the oldest pending token: extend the text, and see whether it ends here."""
         self.record.token_ids.append(token_id)
         if self.record.logprobs is not None and logprobs is not None:
             self.record.logprobs.append(logprobs)
-        self.num_tokens += 1
         new_token_ids = (token_id,)
         if token_id in self.stop_ids:
             return self.finish("stop", token_id, new_token_ids)

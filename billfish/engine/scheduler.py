@@ -26,7 +26,9 @@ that moment wait, and are admitted like anybody else: their prompt is in the pre
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from billfish.config import SchedulerConfig
 from billfish.engine.block_manager import BlockManager
@@ -39,12 +41,12 @@ from billfish.engine.request import Request
 class ScheduledStep:
     """A plan, and what is to be done once it has succeeded or failed.
 
-    computed: the requests whose tokens it computes. sampling: those for which it chooses a token.
-    swapped: those that it swaps out.
+    computed: the requests whose tokens it computes, each with how many of its tokens are computed
+    then. sampling: those for which it chooses a token. swapped: those that it swaps out.
     """
 
     plan: StepPlan
-    computed: list[Request]
+    computed: list[tuple[Request, int]]
     sampling: list[Request]
     swapped: list[Request]
 
@@ -54,7 +56,7 @@ class _Draft:
     """The step that is being made. source: whose prompt it completes, so that it can be forked."""
 
     budget: int
-    computed: list[Request] = field(default_factory=list)
+    computed: list[tuple[Request, int]] = field(default_factory=list)
     sampling: list[Request] = field(default_factory=list)
     swapped: list[Request] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
@@ -99,29 +101,33 @@ class Scheduler:
         """A step has been computed: what is in its blocks can be shared from now on."""
         self.blocks.register(step.computed)
 
-    def fail(self, step: ScheduledStep) -> list[Request]:
-        """Take off the books all that the executor was told to know, after a plan failed.
+    def fail(self, steps: Sequence[ScheduledStep]) -> list[Request]:
+        """Take off the books all that the executor was told to know, after one of the steps that
+        are not answered yet has failed.
 
-        What it has forgotten, learned or copied of that plan is unknown: the next plan releases it
-        all, and what was to be swapped out is computed again.
+        What it has forgotten, learned or copied of their plans is unknown: the next plan releases
+        it all, and what was to be swapped out is computed again.
         """
         failed = self.running[:]
-        self._released = [*step.plan.released, *self._released]
+        self._released = [*chain(*(step.plan.released for step in steps)), *self._released]
         for request in failed:
             self.remove(request)
-        self._released = list(
-            dict.fromkeys(self._released)
-        )  # an id may have come back in that plan
-        for request in step.swapped:
-            if request.host_blocks:  # not aborted meanwhile
-                self.blocks.forget_swapped(request)
-                request.num_computed_tokens = 0
-                request.record.swaps -= 1
-                self.num_swaps -= 1
+        # An id may have come back in those plans.
+        self._released = list(dict.fromkeys(self._released))
+        for step in steps:
+            for request in step.sampling:
+                request.forget_pending()
+            for request in step.swapped:
+                if request.host_blocks:  # not aborted meanwhile
+                    self.blocks.forget_swapped(request)
+                    request.num_computed_tokens = 0
+                    request.record.swaps -= 1
+                    self.num_swaps -= 1
         return failed
 
     def schedule(self, now: float) -> ScheduledStep | None:
-        """Make the next plan, assuming that all plans so far succeed. None if there is no need.
+        """Make the next plan, assuming that all plans so far succeed. None if there is no need, or
+        none before the tokens of the plans so far are known.
 
         Deterministic: the same calls in the same order make the same plans. now: the time to record
         for requests that start.
@@ -130,8 +136,8 @@ class Scheduler:
         # _make_room takes requests off the end of this list, never the current one or one before.
         for request in self.running:
             num_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
-            if not num_tokens:
-                continue
+            if not num_tokens or request.num_generated == request.max_tokens:
+                continue  # the last of its tokens is not computed, only waited for
             lacks = self.blocks.lacks(request, request.num_computed_tokens + num_tokens)
             if lacks:
                 num_tokens, lacks = self._make_room(request, num_tokens, step)
@@ -154,6 +160,8 @@ class Scheduler:
         )
         self._next_step += 1
         self._released = []
+        for request in step.sampling:
+            request.num_tokens += 1
         return ScheduledStep(plan, step.computed, step.sampling, step.swapped)
 
     def _make_room(self, request: Request, num_tokens: int, step: _Draft) -> tuple[int, int]:
@@ -192,6 +200,8 @@ class Scheduler:
         spare = blocks.pool.available - sum(map(self._lacks_soon, self.running))
         while self.waiting and len(self.running) < seats:
             request = next(iter(self.waiting.values()))
+            if request.num_pending:
+                break  # just preempted; its last token will be known after this step
             source = step.source
             if source is not None and _can_fork(source, request):
                 spare -= self._fork_cost(source)
@@ -214,7 +224,7 @@ class Scheduler:
         del self.waiting[request.sequence_id]
         self.running.append(request)
         # The last token generated before a preemption was never computed: that is decoding.
-        request.num_prefill_tokens = request.num_tokens - bool(request.record.token_ids)
+        request.num_prefill_tokens = request.num_tokens - (request.num_generated > 0)
         if request.record.first_scheduled is None:
             request.record.first_scheduled = now
 
@@ -274,9 +284,9 @@ class Scheduler:
         samples = end == request.num_tokens
         if samples:
             step.sampling.append(request)
-            if not record.token_ids:
+            if not request.num_generated:
                 step.source = request
-        step.computed.append(request)
+        step.computed.append((request, end))
         work = Work(request.sequence_id, start, num_tokens, new_blocks, samples, replaces_last)
         step.work.append(work)
 
@@ -287,4 +297,4 @@ class Scheduler:
 
 def _can_fork(source: Request, request: Request) -> bool:
     """Whether both are samples of one prompt, and neither is past it."""
-    return source.request_id == request.request_id and not request.record.token_ids
+    return source.request_id == request.request_id and not request.num_generated

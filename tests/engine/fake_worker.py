@@ -41,6 +41,23 @@ class LiveSequence:
     num_computed: int = 0
 
 
+@dataclass(eq=False)
+class FakeStep:
+    """A step that was submitted; see `billfish.engine.plan.PendingStep`."""
+
+    worker: "FakeWorker"
+    answer: StepResult | None = None
+    error: Exception | None = None
+
+    def result(self) -> StepResult:
+        assert self.worker.unanswered[0] is self, "not the oldest, or asked twice"
+        self.worker.unanswered.pop(0)
+        if self.error is not None:
+            raise self.error
+        assert self.answer is not None
+        return self.answer
+
+
 class FakeWorker:
     def __init__(self, num_blocks: int, block_size: int, host_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
@@ -53,6 +70,7 @@ class FakeWorker:
         self.plans: list[StepPlan] = []
         self.keep_plans = True
         self.last_step = -1
+        self.unanswered: list[FakeStep] = []
         self.hook: Callable[[StepPlan, StepResult], StepResult] = lambda plan, result: result
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -80,6 +98,23 @@ class FakeWorker:
         for request_id, token_id in tokens.items():
             self.sequences[request_id].token_ids.append(token_id)
         return self.hook(plan, StepResult(plan.step, tokens))
+
+    def submit(self, plan: StepPlan) -> "FakeStep":
+        """Computes at once, and tells at the end: nobody can see a token, or a failure, early."""
+        assert len(self.unanswered) < 2, "more than one step ahead"
+        step = FakeStep(self)
+        self.unanswered.append(step)
+        try:
+            for before in self.unanswered:
+                if before.error is not None:
+                    raise before.error  # it does not even know what that plan spoke of
+            step.answer = self.execute(plan)
+        except Exception as error:
+            if plan.step % 2:  # some failures are seen at once
+                self.unanswered.pop()
+                raise
+            step.error = error
+        return step
 
     def _move(self, source, target, pairs, num_target: int) -> None:
         """Snapshot semantics: all are read before any is written."""
@@ -203,6 +238,7 @@ def make_engine(
     clock: Callable[[], float] | None = None,
     prefix_caching: bool = True,
     swap_blocks: int = 0,
+    overlap: bool = False,
     **scheduler: Any,
 ) -> tuple[Engine, Any]:
     worker = worker or FakeWorker(num_blocks, block_size, swap_blocks)
@@ -218,6 +254,7 @@ def make_engine(
         prefix_caching=prefix_caching,
         prefix_cache_key=b"key",
         swap_blocks=swap_blocks,
+        overlap=overlap,
         seed=seed,
         clock=clock or Clock(),
     )

@@ -4,6 +4,8 @@ The steps append, write, find, copy, evict, preempt and swap as the tiny pools m
 checks that each block is written by one sequence only.
 """
 
+from contextlib import suppress
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -35,8 +37,11 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
         swap_blocks=st.sampled_from([0, 3, 20]),
         swap_cost=st.sampled_from([None, 0.0, 0.5]),
+        overlap=st.booleans(),
     )
-    def start(self, num_blocks, budget, seats, prefix_caching, swap_blocks, swap_cost) -> None:
+    def start(
+        self, num_blocks, budget, seats, prefix_caching, swap_blocks, swap_cost, overlap
+    ) -> None:
         self.engine, self.worker = make_engine(
             num_blocks=num_blocks,
             block_size=3,
@@ -46,6 +51,7 @@ class EngineMachine(RuleBasedStateMachine):
             prefix_caching=prefix_caching,
             swap_blocks=swap_blocks,
             swap_cost=swap_cost,
+            overlap=overlap,
             preemption="swap" if swap_blocks and swap_cost is None else "auto",
         )
 
@@ -76,8 +82,9 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:
         for _ in range(count):
-            for output in self.engine.step():
-                self.take(output)
+            with suppress(Broken):  # with overlap, a failure may be seen one step late
+                for output in self.engine.step():
+                    self.take(output)
 
     @rule(before=st.booleans())
     def fail(self, before: bool) -> None:
@@ -91,11 +98,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.worker.execute = broken
         else:
             self.worker.hook = broken
-        try:
-            for output in self.engine.step():
-                self.take(output)
-        except Broken:
-            pass
+        self.step(1)
         self.worker.execute = execute
         self.worker.hook = lambda plan, result: result
 

@@ -41,6 +41,26 @@ class CapacityError(BillfishError):
     """What was asked for can never fit. The message says what was asked and what there is."""
 
 
+class QueueFullError(CapacityError):
+    """Too many requests wait already. The same request may be taken later."""
+
+
+class EngineUnavailableError(BillfishError):
+    """The engine takes no requests now. `state` is "starting", "dead" or "draining"."""
+
+    def __init__(self, state: str, reason: str) -> None:
+        super().__init__(reason)
+        self.state = state
+
+
+class EngineDiedError(BillfishError):
+    """The engine ended while it worked on the request; what comes after is lost."""
+
+
+class ProtocolError(BillfishError):
+    """What came over the boundary between the server and the engine is not a message of it."""
+
+
 class KernelArgumentError(BillfishError, ValueError):
     """A kernel was called with a wrong shape, dtype, device or value."""
 

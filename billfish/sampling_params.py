@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from billfish.errors import InvalidRequestError, shown
+from billfish.structured_output import StructuredOutput
 
 _T = TypeVar("_T")
 
@@ -51,6 +52,8 @@ class SamplingParams:
     include_stop_str_in_output: the stop string that ended the text is part of it after all.
     stop_token_ids: token ids that end the request, besides the model's own; not part of the text.
     ignore_eos: go on after the model's end-of-sequence tokens.
+    structured: the form that the text must have; None allows all. Tokens that end the request can
+        be chosen only where the text is complete, so it cannot be combined with ignore_eos.
     """
 
     n: int = 1
@@ -73,6 +76,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_SAMPLES)
@@ -100,6 +104,7 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise InvalidRequestError("allowed_token_ids", "must not be empty; None allows all")
         self._check_logit_bias()
+        self._check_structured()
 
     def _check_distribution(self) -> None:
         _check_float("temperature", self.temperature, 0.0, 100.0)
@@ -141,6 +146,18 @@ class SamplingParams:
             _check_int("logit_bias", token_id, 0, 2**31 - 1)
             _check_float("logit_bias", bias, -100.0, 100.0)
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # nobody else's to change
+
+    def _check_structured(self) -> None:
+        if self.structured is None:
+            return
+        if not isinstance(self.structured, StructuredOutput):
+            raise InvalidRequestError(
+                "structured", f"must be a StructuredOutput, got {shown(self.structured)}"
+            )
+        if self.ignore_eos:
+            raise InvalidRequestError(
+                "ignore_eos", "cannot be combined with structured: its text has an end"
+            )
 
     @property
     def greedy(self) -> bool:

@@ -1,10 +1,15 @@
 """Who holds which KV block: reference counts, a free list, and blocks kept for their content."""
 
+import sys
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from billfish.engine.plan import NULL_BLOCK
 from billfish.errors import ConfigError, InvariantError
+
+MAX_MAPPED = 2**15 - 1
+"""Requests that a map of the blocks tells apart."""
 
 
 def _ignore(block_id: int) -> None:
@@ -125,6 +130,19 @@ class BlockPool:
         if block_id in self._cached:
             del self._cached[block_id]
             self._free.append(block_id)
+
+    def map(self, block_tables: Sequence[Sequence[int]]) -> bytes:
+        """The codes of a BlockMap, whose requests hold these tables."""
+        codes = array("H", bytes(2 * (self.num_blocks + 1)))
+        for block_id in self._cached:
+            codes[block_id] = 1
+        for index, table in enumerate(block_tables):
+            code = 2 + 2 * min(index, MAX_MAPPED - 1)
+            for block_id in table:
+                codes[block_id] = code + (self.ref_counts[block_id] > 1)
+        if sys.byteorder == "big":
+            codes.byteswap()
+        return codes[1:].tobytes()
 
     def _check_own(self, block_id: int) -> None:
         if not NULL_BLOCK < block_id <= self.num_blocks:

@@ -9,10 +9,17 @@ from dataclasses import dataclass
 
 from billfish.config import SchedulerConfig
 from billfish.engine.block_manager import BlockManager
-from billfish.engine.block_pool import BlockPool
+from billfish.engine.block_pool import MAX_MAPPED, BlockPool
 from billfish.engine.detokenizer import Detokenizer
 from billfish.engine.logprobs import TokenLogprobs
-from billfish.engine.outputs import EngineStats, FinishReason, RequestOutput, RequestRecord
+from billfish.engine.outputs import (
+    BlockMap,
+    EngineStats,
+    FinishReason,
+    RequestOutput,
+    RequestRecord,
+    StepRecord,
+)
 from billfish.engine.plan import NOT_FINITE, Executor, PendingStep, StepPlan, StepResult
 from billfish.engine.prefix_cache import PrefixCache
 from billfish.engine.request import SEPARATOR, Request, sample_seed
@@ -29,9 +36,12 @@ from billfish.errors import (
     ConfigError,
     ExecutorError,
     InvalidRequestError,
+    QueueFullError,
     shown,
 )
 from billfish.sampling_params import SamplingParams
+
+RECENT_STEPS = 256
 
 
 @dataclass(slots=True)
@@ -39,6 +49,7 @@ class _InFlight:
     """A step whose result is still to come. pending: None where it is still to be computed."""
 
     scheduled: ScheduledStep
+    began: float
     pending: PendingStep | None = None
 
 
@@ -121,6 +132,22 @@ class Engine:
         self._slot_steps_used = 0
         self._slot_steps_held = 0
         self._finished: Counter[FinishReason] = Counter()
+        self.recent_steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
+
+    @property
+    def num_running(self) -> int:
+        """Samples that have a seat."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples in the queue."""
+        return len(self._scheduler.waiting)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Of the requests that have not ended."""
+        return list(self._requests)
 
     @property
     def has_unfinished(self) -> bool:
@@ -144,7 +171,8 @@ class Engine:
         tell by the time it takes whether another was there before; None is what all without one
         share.
         InvalidRequestError: an argument is wrong, or the id belongs to a request that has not
-        ended. CapacityError: it can never fit, or max_waiting requests wait already.
+        ended. CapacityError: it can never fit. QueueFullError: max_waiting
+        requests wait already.
         """
         self._check_request_id(request_id)
         check_cache_salt(cache_salt)
@@ -215,11 +243,12 @@ class Engine:
         if self._undelivered:
             undelivered, self._undelivered = self._undelivered, []
             return undelivered
-        scheduled = self._scheduler.schedule(self._clock())
+        began = self._clock()
+        scheduled = self._scheduler.schedule(began)
         outputs: list[RequestOutput] = []
         try:
             if scheduled is not None:
-                self._start(scheduled)
+                self._start(scheduled, began)
             most = 1 if self._submit and scheduled is not None else 0
             if len(self._in_flight) > most:
                 self._finish_oldest(outputs)
@@ -229,9 +258,9 @@ class Engine:
         self._check_if_idle()
         return outputs
 
-    def _start(self, scheduled: ScheduledStep) -> None:
+    def _start(self, scheduled: ScheduledStep, began: float) -> None:
         """Submit a step; the plain loop computes it when it is finished."""
-        step = _InFlight(scheduled)
+        step = _InFlight(scheduled, began)
         self._in_flight.append(step)  # before it is submitted: that may fail
         if self._submit:
             step.pending = self._submit(scheduled.plan)
@@ -247,6 +276,7 @@ class Engine:
         self._scheduler.succeed(scheduled)
         self._postprocess(scheduled, result, outputs)
         self._in_flight.popleft()
+        self._record(step, len(result.token_ids))
 
     def stats(self) -> EngineStats:
         scheduler, pool, blocks = self._scheduler, self._pool, self._blocks
@@ -280,6 +310,12 @@ class Engine:
             host_blocks_in_use=host.in_use if host else 0,
             finished=dict(self._finished),
         )
+
+    def block_map(self) -> BlockMap:
+        """What each KV block holds now."""
+        running = self._scheduler.running
+        codes = self._pool.map([request.block_table for request in running])
+        return BlockMap(codes, tuple(r.sequence_id for r in running[:MAX_MAPPED]))
 
     def _postprocess(
         self, scheduled: ScheduledStep, result: StepResult, outputs: list[RequestOutput]
@@ -344,6 +380,23 @@ class Engine:
         self._slot_steps_used += self._blocks.slots_used(running)
         self._slot_steps_held += pool.block_size * sum(len(r.block_table) for r in running)
 
+    def _record(self, step: _InFlight, output_tokens: int) -> None:
+        plan, prefill_tokens = step.scheduled.plan, step.scheduled.prefill_tokens
+        now, before = self._clock(), self.recent_steps[-1].ended if self.recent_steps else 0.0
+        record = StepRecord(
+            step=plan.step,
+            ended=now,
+            seconds=now - max(step.began, before),
+            prefill_tokens=prefill_tokens,
+            decode_tokens=sum(work.num_tokens for work in plan.work) - prefill_tokens,
+            output_tokens=output_tokens,
+            requests=len(plan.work),
+            running=self.num_running,
+            waiting=self.num_waiting,
+            blocks_in_use=self._pool.in_use,
+        )
+        self.recent_steps.append(record)
+
     def _check_if_idle(self) -> None:
         if not self.has_unfinished:
             self._scheduler.check()
@@ -397,7 +450,7 @@ class Engine:
         waiting, most = len(self._scheduler.waiting), self._scheduler.config.max_waiting
         if waiting + samples > most:
             wanted = f" and n is {samples}" if samples > 1 else ""
-            raise CapacityError(
+            raise QueueFullError(
                 f"{waiting} requests are waiting{wanted} and max_waiting is {most}: "
                 "try again later, or raise max_waiting"
             )

@@ -160,6 +160,40 @@ class RequestOutput:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one step computed. ended: reading of the engine's clock; seconds: since it was planned,
+    or since the one before ended where they overlap.
+
+    prefill_tokens, decode_tokens: computed. output_tokens: chosen. requests: how many had work in
+    it. running, waiting: after it. blocks_in_use: KV blocks, after it.
+    """
+
+    step: int
+    ended: float
+    seconds: float
+    prefill_tokens: int
+    decode_tokens: int
+    output_tokens: int
+    requests: int
+    running: int
+    waiting: int
+    blocks_in_use: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMap:
+    """What each KV block holds, at one moment, blocks 1..N in order.
+
+    codes: N little-endian uint16: 0: free. 1: cached, held by no request. Others are
+    2 + 2 * request + shared: request: index into request_ids of (one of) its holders; shared: 1 if
+    it has more than one. The last of 32,767 requests stands for all after it too.
+    """
+
+    codes: bytes
+    request_ids: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """The engine at one moment, and its totals since it started.

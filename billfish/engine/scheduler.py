@@ -43,12 +43,14 @@ class ScheduledStep:
 
     computed: the requests whose tokens it computes, each with how many of its tokens are computed
     then. sampling: those for which it chooses a token. swapped: those that it swaps out.
+    prefill_tokens: see EngineStats.
     """
 
     plan: StepPlan
     computed: list[tuple[Request, int]]
     sampling: list[Request]
     swapped: list[Request]
+    prefill_tokens: int
 
 
 @dataclass(slots=True)
@@ -133,6 +135,7 @@ class Scheduler:
         for requests that start.
         """
         step = _Draft(self.config.max_num_batched_tokens)
+        prefilled = self.num_prefill_tokens
         # _make_room takes requests off the end of this list, never the current one or one before.
         for request in self.running:
             num_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
@@ -162,7 +165,8 @@ class Scheduler:
         self._released = []
         for request in step.sampling:
             request.num_tokens += 1
-        return ScheduledStep(plan, step.computed, step.sampling, step.swapped)
+        prefilled = self.num_prefill_tokens - prefilled
+        return ScheduledStep(plan, step.computed, step.sampling, step.swapped, prefilled)
 
     def _make_room(self, request: Request, num_tokens: int, step: _Draft) -> tuple[int, int]:
         """How many of these tokens the request can write, and how many blocks it takes for them,

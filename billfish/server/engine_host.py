@@ -1,0 +1,125 @@
+"""The engine as the messages see it: what they ask of it, and what it has to say."""
+
+from collections import deque
+
+from billfish.engine import Engine, RequestOutput
+from billfish.errors import BillfishError, EngineUnavailableError
+from billfish.server.messages import (
+    Abort,
+    Ask,
+    Drain,
+    EngineOutput,
+    EngineRequest,
+    FromEngine,
+    Outputs,
+    Problem,
+    Snapshot,
+    Submit,
+    ToEngine,
+)
+
+RECENT_TTFTS = 256
+
+
+class EngineHost:
+    """Answers messages with one Engine; knows nothing of how they travel. Not thread-safe.
+
+    draining: takes no more requests.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.draining = False
+        self._accepted: list[str] = []
+        self._refused: list[tuple[str, Problem]] = []
+        self._answers: list[FromEngine] = []
+        self._ttfts: deque[float] = deque(maxlen=RECENT_TTFTS)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything to do or to say."""
+        said = self._accepted or self._refused or self._answers
+        return bool(said) or self.engine.has_unfinished
+
+    def handle(self, message: ToEngine) -> None:
+        match message:
+            case Submit():
+                self._submit(message.request)
+            case Abort():
+                for request_id in message.request_ids:
+                    self.engine.abort(request_id)
+            case Ask():
+                self._answers.append(self._snapshot(message))
+            case Drain():
+                self.draining = True
+
+    def step(self) -> list[FromEngine]:
+        """Compute one step, if there is any; what there is to say."""
+        outputs = self.engine.step() if self.engine.has_unfinished else []
+        return self.say(outputs)
+
+    def say(self, outputs: list[RequestOutput]) -> list[FromEngine]:
+        """These outputs, and the answers since the last time."""
+        messages, self._answers = self._answers, []
+        if outputs or self._accepted or self._refused:
+            running, waiting = self.engine.num_running, self.engine.num_waiting
+            converted = [self._convert(output) for output in outputs]
+            messages.append(Outputs(converted, self._accepted, self._refused, running, waiting))
+            self._accepted, self._refused = [], []
+        return messages
+
+    def abort_all(self) -> list[FromEngine]:
+        """End all requests; what there is to say of it."""
+        outputs = [out for name in self.engine.request_ids for out in self.engine.abort(name)]
+        if self.engine.has_unfinished:  # the executor is told
+            outputs += self.engine.step()
+        return self.say(outputs)
+
+    def _submit(self, request: EngineRequest) -> None:
+        try:
+            if self.draining:
+                raise EngineUnavailableError("draining", "the engine takes no more requests")
+            self.engine.add_request(
+                request.request_id,
+                request.prompt_token_ids,
+                request.sampling,
+                bad_word_ids=request.bad_word_ids,
+                cache_salt=request.cache_salt,
+            )
+        except BillfishError as error:
+            self._refused.append((request.request_id, Problem.of(error)))
+        else:
+            self._accepted.append(request.request_id)
+
+    def _convert(self, output: RequestOutput) -> EngineOutput:
+        first = output.num_output_tokens == len(output.new_token_ids) > 0
+        prompt = output.prompt_logprobs if first else None
+        logprobs = output.new_logprobs
+        metrics = output.metrics if output.finish_reason is not None else None
+        if first and (ttft := (metrics or output.metrics).ttft) is not None:
+            self._ttfts.append(ttft)
+        return EngineOutput(
+            output.request_id,
+            output.index,
+            output.delta,
+            list(output.new_token_ids),
+            output.num_output_tokens,
+            output.finish_reason,
+            output.stop_reason,
+            None if logprobs is None else list(logprobs),
+            None if prompt is None else list(prompt),
+            metrics,
+        )
+
+    def _snapshot(self, ask: Ask) -> Snapshot:
+        steps = list(self.engine.recent_steps)
+        tokens = sum(step.output_tokens for step in steps)
+        span = steps[-1].ended - steps[0].ended + steps[0].seconds if steps else 0.0
+        return Snapshot(
+            number=ask.number,
+            counters=self.engine.stats(),
+            steps=steps,
+            ttfts=list(self._ttfts),
+            tokens_per_second=tokens / span if span > 0 else 0.0,
+            block_map=self.engine.block_map() if ask.block_map else None,
+        )

@@ -8,27 +8,106 @@ from billfish.errors import ConfigError, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """How fast each pair of dimensions turns with the position (RoFormer, arXiv:2104.09864).
+
+    Pair i of rotary_dim / 2 turns by theta ** (-2 i / rotary_dim) a token, changed as `scaling`
+    says, for sequences longer than those of the first training, original_context tokens long:
+
+    linear: all divided by `factor` (arXiv:2306.15595), and one by one by `short_divisors` where the
+        model serves at most original_context tokens, else by `long_divisors` (LongRoPE,
+        arXiv:2402.13753); none where these are empty.
+    llama3: divided by `factor` where a turn takes more than original_context / low_freq_factor
+        tokens, kept where it takes less than original_context / high_freq_factor, and between them
+        in between (Llama 3.1, arXiv:2407.21783).
+    yarn: kept where original_context tokens make more than beta_fast turns, divided by `factor`
+        where they make fewer than beta_slow, between them in between (YaRN, arXiv:2309.00071).
+        truncate: these bounds lie at whole dimensions.
+
+    attention_factor: multiplies sines and cosines, and so, squared, the attention logits.
+    """
+
+    theta: float
+    scaling: Literal["linear", "llama3", "yarn"] = "linear"
+    factor: float = 1.0
+    original_context: int = 1
+    attention_factor: float = 1.0
+    short_divisors: tuple[float, ...] = ()
+    long_divisors: tuple[float, ...] = ()
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("theta", "factor", "attention_factor", "low_freq_factor", "beta_slow"):
+            _check_positive(name, getattr(self, name))
+        _check_int("original_context", self.original_context, 1, 2**31 - 1)
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if not getattr(self, low) < getattr(self, high) < math.inf:
+                raise ConfigError(f"{high} must be more than {low}")
+        if self.scaling == "yarn" and self.theta <= 1:
+            raise ConfigError("yarn needs a theta above 1")
+        for divisor in (*self.short_divisors, *self.long_divisors):
+            _check_positive("what divides a frequency", divisor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerConfig:
+    """In what the attention of one layer differs from that of another.
+
+    sliding_window: how many tokens a query sees, its own counted; None: all before it. rope: None
+    where positions are not encoded (NoPE, arXiv:2305.19466).
+    """
+
+    rope: RopeConfig | None
+    sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.sliding_window is not None:
+            _check_int("sliding_window", self.sliding_window, 1, 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder-only transformer, as its checkpoint states it.
 
-    `rope_scaling` divides the positions by a constant (linear scaling); per-frequency factors,
-    where a checkpoint has them, come as a tensor with the weights. `context_length` is in tokens.
+    context_length: in tokens. layers: one entry a layer.
+    qkv_bias, o_bias, mlp_bias: these projections have one. fused: one tensor holds query, key and
+    value, and one gate and up. qk_norm: every head of query and key is normalized before it is
+    turned. post_norms: what attention and MLP give is normalized before it is added.
+    embedding_scale: multiplies the embeddings. attention_scale: of the attention logits; None:
+    1 / sqrt(head_dim). attention_soft_cap, logit_soft_cap: logits become cap * tanh(logit / cap).
     """
 
     architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_dim: int
     context_length: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: float = 1.0
-    rotary_dim: int
     tie_embeddings: bool
+    layers: tuple[LayerConfig, ...]
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    fused: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    embedding_scale: float | None = None
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     def __post_init__(self) -> None:
         for name in (
@@ -46,6 +125,17 @@ class ModelConfig:
                 f"rotary_dim ({self.rotary_dim}) must be even and at most head_dim "
                 f"({self.head_dim})"
             )
+        if self.activation not in ("silu", "gelu_tanh"):
+            raise ConfigError(f"activation {shown(self.activation)} is not supported")
+        for name in ("embedding_scale", "attention_scale", "attention_soft_cap", "logit_soft_cap"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        for rope in {layer.rope for layer in self.layers if layer.rope is not None}:
+            for divisors in (rope.short_divisors, rope.long_divisors):
+                if divisors and len(divisors) != self.rotary_dim // 2:
+                    raise ConfigError(
+                        f"{len(divisors)} divisors for {self.rotary_dim // 2} frequencies"
+                    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +227,11 @@ def _check_cost(name: str, value: object) -> None:
         raise ConfigError(f"{name} must be a number, got {shown(value)}")
     if not 0 <= value < math.inf:  # NaN fails both comparisons
         raise ConfigError(f"{name} must be a number from 0 up, got {shown(value)}")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be a finite number above 0, got {shown(value)}")
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

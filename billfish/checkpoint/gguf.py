@@ -28,6 +28,7 @@ from typing import Any, NoReturn, Self, TypeAlias
 import numpy as np
 
 from billfish.checkpoint.ggml import READABLE_TYPES, GGMLType
+from billfish.checkpoint.metadata import Metadata
 from billfish.errors import CheckpointError
 
 Value: TypeAlias = int | float | bool | str | list[Any] | np.ndarray
@@ -66,8 +67,7 @@ class GGUFFile:
     """An open GGUF file: `metadata`, `tensors` by name in file order, and their data, mapped.
 
     metadata: numbers and bools are Python's own, arrays of them numpy arrays, strings `str`, arrays
-    of strings and of arrays lists. The getters check a value: they give `default` for a missing key
-    (None: the key is required), and raise CheckpointError for a value of the wrong type or range.
+    of strings and of arrays lists; its getters check what they give.
 
     Also a context manager. Closing is always safe: arrays that `data` has given out keep the
     memory map alive until the last of them is gone. A file that another process cuts short while it
@@ -78,8 +78,8 @@ class GGUFFile:
         cursor = _Cursor(buffer, path)
         self.path = path
         self.version, num_tensors, num_keys = _read_preamble(cursor)
-        self.metadata: Mapping[str, Value] = MappingProxyType(_read_metadata(cursor, num_keys))
-        alignment = self.get_int("general.alignment", 1, 1 << 31, _DEFAULT_ALIGNMENT)
+        self.metadata = Metadata(_read_metadata(cursor, num_keys), path)
+        alignment = self.metadata.integer("general.alignment", 1, 1 << 31, _DEFAULT_ALIGNMENT)
         if alignment & (alignment - 1):
             cursor.fail(f"must be a power of two, but is {alignment}", "general.alignment")
         tensors = _read_tensors(cursor, num_tensors, alignment)
@@ -119,34 +119,6 @@ class GGUFFile:
             raise CheckpointError(self.path, "the file has been closed", tensor=name)
         return np.frombuffer(self._buffer, np.uint8, info.nbytes, info.offset)
 
-    def get_int(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        """An integer of any width, low <= value <= high."""
-        value = self._find(key, default)
-        if not isinstance(value, int) or isinstance(value, bool):
-            self._wrong_type(key, "an integer", value)
-        if not low <= value <= high:
-            raise CheckpointError(
-                self.path, f"must be from {low} to {high}, but is {value}", tensor=key
-            )
-        return value
-
-    def get_float(self, key: str, low: float, high: float, default: float | None = None) -> float:
-        """A finite floating-point number, low <= value <= high."""
-        value = self._find(key, default)
-        if not isinstance(value, float):
-            self._wrong_type(key, "a floating-point number", value)
-        if not (math.isfinite(value) and low <= value <= high):
-            raise CheckpointError(
-                self.path, f"must be finite and from {low} to {high}, but is {value}", tensor=key
-            )
-        return value
-
-    def get_str(self, key: str, default: str | None = None) -> str:
-        value = self._find(key, default)
-        if not isinstance(value, str):
-            self._wrong_type(key, "a string", value)
-        return value
-
     def close(self) -> None:
         """Let go of the memory map; it ends with the last array that `data` gave out."""
         self._buffer = None
@@ -156,16 +128,6 @@ class GGUFFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _find(self, key: str, default: Any) -> Any:
-        value = self.metadata.get(key, default)
-        if value is None:
-            raise CheckpointError(self.path, "the metadata lacks this key", tensor=key)
-        return value
-
-    def _wrong_type(self, key: str, expected: str, value: Any) -> NoReturn:
-        found = "an array" if isinstance(value, list | np.ndarray) else type(value).__name__
-        raise CheckpointError(self.path, f"must be {expected}, but is {found}", tensor=key)
 
 
 def _map(path: str) -> mmap.mmap:

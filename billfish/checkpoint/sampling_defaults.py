@@ -45,11 +45,13 @@ def read(file: GGUFFile) -> SamplingDefaults:
             continue
         if name == "temp":
             # Not above 0 is greedy there, whatever the number.
-            options["temperature"] = max(0.0, file.get_float(key, -1e9, 1e9))
+            options["temperature"] = max(0.0, file.metadata.number(key, -1e9, 1e9))
         elif name == "top_k":
-            options["top_k"] = max(0, file.get_int(key, -(2**31), 2**31 - 1))  # not above 0: all
+            options["top_k"] = max(
+                0, file.metadata.integer(key, -(2**31), 2**31 - 1)
+            )  # not above 0: all
         elif name in ("top_p", "min_p"):
-            options[name] = file.get_float(key, 0.0, 1.0)
+            options[name] = file.metadata.number(key, 0.0, 1.0)
         else:
             ignored.append(key)
     for name, value in options.items():

@@ -15,9 +15,9 @@ from typing import Any
 import tokenizers
 from tokenizers.models import BPE
 
+from billfish.checkpoint.metadata import Metadata
 from billfish.errors import CheckpointError, shown
 from billfish.tokenizer.chat_template import ChatTemplate
-from billfish.tokenizer.metadata import Metadata
 from billfish.tokenizer.pretokenizers import WORD_RULES
 from billfish.tokenizer.sentencepiece import SPACE, SentencePieceBPE
 from billfish.tokenizer.tokenizer import Tokenizer, Vocabulary

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from billfish.engine.logprobs import MIN_LOGPROB, PromptLogprobs, TokenLogprobs
 from billfish.engine.plan import Work
-from billfish.models.llama import LlamaForCausalLM
+from billfish.models.decoder import CausalLM
 from billfish.sampling_params import MAX_LOGPROBS
 from billfish.worker.input_batch import Row
 
@@ -44,7 +44,7 @@ def _best(ids: list[int], values: list[float], count: int) -> tuple[tuple[int, f
 
 
 def prompt_logprobs(
-    model: LlamaForCausalLM,
+    model: CausalLM,
     vocab_size: int,
     hidden: Tensor,
     work: Sequence[tuple[Work, Row]],

@@ -6,7 +6,7 @@ from torch import Tensor
 from billfish.engine.plan import NOT_FINITE, BlockPairs, StepPlan, StepResult
 from billfish.errors import ConfigError
 from billfish.kernels import paged_attention
-from billfish.models.llama import LlamaForCausalLM
+from billfish.models.decoder import CausalLM
 from billfish.worker.input_batch import InputBatch
 from billfish.worker.logits_processor import LogitsProcessor
 from billfish.worker.logprobs import prompt_logprobs, token_logprobs
@@ -25,7 +25,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: CausalLM,
         kv_cache: Tensor,
         *,
         vocab_size: int,

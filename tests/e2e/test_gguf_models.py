@@ -115,7 +115,7 @@ def _reshaped(name: str, shape: tuple[int, ...]) -> Callable[[dict], None]:
         ),
         (
             {"extra": {"blk.0.attn_q.bias": np.zeros(256, np.float32)}},
-            "blk.0.attn_q.bias", "not part of",
+            "blk.0.attn_k.bias", "missing",
         ),
         (
             {"extra": {"blk.2.attn_norm.weight": np.zeros(256, np.float32)}},
@@ -126,11 +126,11 @@ def _reshaped(name: str, shape: tuple[int, ...]) -> Callable[[dict], None]:
             "rope_freqs.weight", "shape [31]",
         ),
         ({"metadata": lambda w: w.add_expert_count(8)}, None, "mixture-of-experts"),
-        ({"metadata": lambda w: w.add_rope_dimension_count(32)}, None, "32 of 64 dimensions"),
+        ({"metadata": lambda w: w.add_rope_dimension_count(66)}, None, "at most head_dim"),
         ({"metadata": lambda w: w.add_value_length(32)}, None, "different sizes"),
         (
-            {"metadata": lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN)},
-            "llama.rope.scaling.type", "'yarn' is not supported",
+            {"metadata": lambda w: w.add_string("llama.rope.scaling.type", "ntk")},
+            "llama.rope.scaling.type", "'ntk' is not supported",
         ),
     ],
 )  # fmt: skip
@@ -211,7 +211,8 @@ def test_a_scaling_factor_without_a_type_is_linear(tmp_path: Path, key: str) -> 
     def old(writer: gguf.GGUFWriter) -> None:
         writer.add_float32(key, 4.0)
 
-    assert load(tiny_gguf.write(tmp_path / "old.gguf", metadata=old)).model_config.rope_scaling == 4
+    config = load(tiny_gguf.write(tmp_path / "old.gguf", metadata=old)).model_config
+    assert [layer.rope.factor for layer in config.layers] == [4.0] * tiny_gguf.LAYERS
 
 
 def test_a_message_is_short_whatever_the_file_holds(tmp_path: Path) -> None:

@@ -98,6 +98,26 @@ def test_silu_mul(dtype, shape):
     assert torch.equal(gate_up, before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 3072), (0, 8), (2, 3, 34), (2,)])
+def test_gelu_tanh_mul(dtype, shape):
+    gate_up = draw(*shape, dtype=dtype) * 2
+    before = gate_up.clone()
+    exact = general.gelu_tanh_mul_reference(gate_up.double())
+    # Where the tanh is nearly -1, what is left of 1 has float32's absolute accuracy.
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    slack = 5e-7 * exact.abs() + 1e-7 * (gate * up).abs()
+    assert_rounded_once(general.gelu_tanh_mul(gate_up), exact, dtype, slack)
+    assert torch.equal(gate_up, before)
+
+
+def test_gelu_tanh_mul_at_the_extremes():
+    gate_up = torch.tensor([[-1e4, 1e4, 0.0, 2.0, 2.0, 3.0]])
+    assert torch.equal(general.gelu_tanh_mul(gate_up), torch.tensor([[-0.0, 2e4, 0.0]]))
+    with pytest.raises(KernelArgumentError, match="gate_up"):
+        general.gelu_tanh_mul(torch.zeros(3, 5))
+
+
 def test_silu_mul_at_the_extremes():
     gate_up = torch.tensor([[-1e4, 1e4, -90.0, 2.0, 2.0, 3.0]])
     assert torch.equal(general.silu_mul(gate_up)[0, :2], torch.tensor([-0.0, 2e4]))

@@ -52,6 +52,7 @@ def calls():
         "add_rms_norm": (general.rms_norm, (draw(3, 8), draw(8), 1e-5, draw(3, 8)), {}),
         "rotary_embedding": (general.rotary_embedding, rotary, {}),
         "silu_mul": (general.silu_mul, (draw(3, 8),), {}),
+        "gelu_tanh_mul": (general.gelu_tanh_mul, (draw(3, 8),), {}),
     }  # fmt: skip
 
 

@@ -6,14 +6,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from billfish.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from billfish.config import (
+    CacheConfig,
+    EngineConfig,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+    SchedulerConfig,
+)
 from billfish.errors import CapacityError, ConfigError
 from billfish.worker import kv_cache
 
 SHAPE = {
     "architecture": "llama", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128,
-    "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "context_length": 256,
-    "rms_norm_eps": 1e-5, "rope_theta": 1e4, "rotary_dim": 16, "tie_embeddings": True,
+    "layers": (LayerConfig(rope=RopeConfig(theta=1e4)),) * 3,
+    "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "context_length": 256,
+    "rms_norm_eps": 1e-5, "rotary_dim": 16, "tie_embeddings": True,
 }  # fmt: skip
 MODEL = ModelConfig(**SHAPE)
 # Keys and values of 3 layers, 2 heads of 16 values, 2 bytes each, 16 tokens.
@@ -45,7 +53,7 @@ def test_settings_out_of_range_are_refused_by_name(kind: type, setting: str, val
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"num_layers": 0}, {"num_heads": 5}, {"rotary_dim": 15}, {"rotary_dim": 18}, {"head_dim": -1}],
+    [{"layers": ()}, {"num_heads": 5}, {"rotary_dim": 15}, {"rotary_dim": 18}, {"head_dim": -1}],
 )
 def test_impossible_models_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError):

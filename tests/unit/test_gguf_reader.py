@@ -147,8 +147,8 @@ def test_a_file_of_the_gguf_package(tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     with GGUFFile.open(path) as file:
-        assert file.get_str("general.architecture") == "llama"
-        assert file.get_int("llama.block_count", 1, 100) == 30
+        assert file.metadata.text("general.architecture") == "llama"
+        assert file.metadata.integer("llama.block_count", 1, 100) == 30
         assert file.metadata["tokenizer.ggml.tokens"] == ["a", "b"]
         assert file.tensors["packed"].shape == (6, 64)
         assert file.tensors["packed"].type == GGMLType.Q4_1
@@ -192,29 +192,34 @@ def typed(tmp_path_factory):
 
 
 def test_getters(typed):
-    assert typed.get_int("int", 0, 7) == 7
-    assert typed.get_int("zero", 0, 7, default=5) == 0
-    assert typed.get_int("absent", 0, 7, default=5) == 5
-    assert typed.get_float("float", 0, 1) == 0.5
-    assert typed.get_float("absent", 0, 1, default=0.0) == 0.0
-    assert typed.get_str("str") == "hi"
-    assert typed.get_str("absent", default="") == ""
+    assert typed.metadata.integer("int", 0, 7) == 7
+    assert typed.metadata.integer("zero", 0, 7, default=5) == 0
+    assert typed.metadata.integer("absent", 0, 7, default=5) == 5
+    assert typed.metadata.number("float", 0, 1) == 0.5
+    assert typed.metadata.number("int", 0, 7) == 7
+    assert typed.metadata.number("absent", 0, 1, default=0.0) == 0.0
+    assert typed.metadata.text("str") == "hi"
+    assert typed.metadata.text("absent", default="") == ""
 
 
 @pytest.mark.parametrize(
     ("key", "get", "reason"),
     [
-        ("absent", lambda f, k: f.get_int(k, 0, 1), "lacks this key"),
-        ("int", lambda f, k: f.get_int(k, 8, 9), "must be from 8 to 9, but is 7"),
-        ("absent", lambda f, k: f.get_int(k, 8, 9, default=7), "must be from 8 to 9"),
-        ("float", lambda f, k: f.get_int(k, 0, 9), "must be an integer, but is float"),
-        ("bool", lambda f, k: f.get_int(k, 0, 9), "must be an integer, but is bool"),
-        ("strings", lambda f, k: f.get_int(k, 0, 9), "must be an integer, but is an array"),
-        ("int", lambda f, k: f.get_float(k, 0, 9), "must be a floating-point number"),
-        ("float", lambda f, k: f.get_float(k, 1, 9), "from 1 to 9, but is 0.5"),
-        ("infinite", lambda f, k: f.get_float(k, 0, float("inf")), "must be finite"),
-        ("nan", lambda f, k: f.get_float(k, 0, 9), "must be finite"),
-        ("strings", lambda f, k: f.get_str(k), "must be a string, but is an array"),
+        ("absent", lambda f, k: f.metadata.integer(k, 0, 1), "is missing"),
+        ("int", lambda f, k: f.metadata.integer(k, 8, 9), "must be from 8 to 9, but is 7"),
+        ("absent", lambda f, k: f.metadata.integer(k, 8, 9, default=7), "must be from 8 to 9"),
+        ("float", lambda f, k: f.metadata.integer(k, 0, 9), "must be an integer, but is float"),
+        ("bool", lambda f, k: f.metadata.integer(k, 0, 9), "must be an integer, but is bool"),
+        (
+            "strings",
+            lambda f, k: f.metadata.integer(k, 0, 9),
+            "must be an integer, but is an array",
+        ),
+        ("float", lambda f, k: f.metadata.number(k, 1, 9), "from 1 to 9, but is 0.5"),
+        ("infinite", lambda f, k: f.metadata.number(k, 0, float("inf")), "must be finite"),
+        ("nan", lambda f, k: f.metadata.number(k, 0, 9), "must be finite"),
+        ("strings", lambda f, k: f.metadata.text(k), "must be a string, but is an array"),
+        ("str", lambda f, k: f.metadata.number(k, 0, 9), "must be a number, but is str"),
     ],
 )
 def test_getters_name_file_key_and_reason(typed, key, get, reason):

@@ -1,0 +1,5 @@
+"""The architectures there are."""
+
+from billfish.models import llama
+
+ARCHITECTURES = (llama.ARCHITECTURE,)

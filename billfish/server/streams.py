@@ -59,18 +59,24 @@ class Mailbox:
         self._error = error
         self._wake()
 
-    async def take(self) -> EngineOutput:
+    async def take(self) -> EngineOutput | None:
+        """The next output; None after the last."""
+        batch = await self.take_all()
+        self._pending = batch[1:]
+        return batch[0] if batch else None
+
+    async def take_all(self) -> list[EngineOutput]:
+        """All that has come, once there is something; empty after the last."""
         while not self._pending:
             if self._error is not None:
                 self.close()
                 raise self._error
             if self._is_closed or not self._unfinished:
                 self.close()
-                raise StopAsyncIteration
+                return []
             await self._wait()
-        if len(self._pending) > 1:
-            self._pending = merge(self._pending)
-        return self._pending.pop(0)
+        pending, self._pending = self._pending, []
+        return pending if len(pending) == 1 else merge(pending)
 
     async def accepted(self) -> None:
         """Wait until the engine has taken the request; raises the error if it does not."""
@@ -131,7 +137,17 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> EngineOutput:
-        return await self._mailbox.take()
+        output = await self._mailbox.take()
+        if output is None:
+            raise StopAsyncIteration
+        return output
+
+    async def batch(self) -> list[EngineOutput]:
+        """What has come by now, one output for each sample; waits for the first. Empty at the end.
+
+        Not to be mixed with iteration.
+        """
+        return await self._mailbox.take_all()
 
     async def aclose(self) -> None:
         """Nobody reads it any more."""

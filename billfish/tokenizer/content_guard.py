@@ -9,11 +9,11 @@ the text that remains, so the model sees exactly what was typed, as text.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from billfish.errors import InvalidRequestError
-from billfish.tokenizer.chat_template import check_messages
+from billfish.tokenizer.chat_template import check_messages, check_tools, texts_in
 
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
@@ -30,18 +30,49 @@ class ContentGuard:
         self._ends = {text[start:] for text in texts for start in range(1, len(text))}
         self._longest = max(map(len, texts), default=0) - 1
 
-    def protect(self, messages: Any, template: str) -> tuple[list[dict[str, Any]], str]:
-        """Copies of the messages with marks in their content, and the mark.
+    def protect(
+        self, messages: Any, template: str, tools: Any = None
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None, str]:
+        """Copies of the messages and tools with marks in what they hold, and the mark.
 
-        Raises InvalidRequestError for messages that are not well-formed, or that use up all 32
-        code points a mark could be.
+        Raises InvalidRequestError for messages or tools that are not well-formed, or that use up
+        all 32 code points a mark could be.
         """
         check_messages(messages)
-        used = set(template).union(*(message["content"] for message in messages))
+        check_tools(tools)
+        used = set(template).union(*texts_in("messages", messages), *texts_in("tools", tools))
         mark = next((c for c in _MARKS if c not in used), None)
         if mark is None:
             raise InvalidRequestError("messages", "content holds all of U+FDD0 to U+FDEF")
-        return [{**m, "content": self._break(m["content"], mark)} for m in messages], mark
+        guarded = [self._message(message, mark) for message in messages]
+        return guarded, None if tools is None else [self._tool(t, mark) for t in tools], mark
+
+    def _message(self, message: dict[str, Any], mark: str) -> dict[str, Any]:
+        known = {
+            key: self._break(value, mark) if key != "role" and isinstance(value, str) else value
+            for key, value in message.items()
+        }
+        if "tool_calls" in message:
+            known["tool_calls"] = [self._tool(call, mark) for call in message["tool_calls"]]
+        return known
+
+    def _tool(self, tool: dict[str, Any], mark: str) -> dict[str, Any]:
+        """The names that templates ask for stay as they are: those of a tool and its function."""
+        return {
+            key: self._tool(value, mark) if key == "function" and isinstance(value, dict)
+            else self._data(value, mark)
+            for key, value in tool.items()
+        }  # fmt: skip
+
+    def _data(self, value: Any, mark: str) -> Any:
+        """Nested data; not deep, as was checked."""
+        if isinstance(value, str):
+            return self._break(value, mark)
+        if isinstance(value, dict):
+            return {self._break(k, mark): self._data(v, mark) for k, v in value.items()}
+        if isinstance(value, Sequence):
+            return [self._data(each, mark) for each in value]
+        return value
 
     def _break(self, content: str, mark: str) -> str:
         if self._inside is None:

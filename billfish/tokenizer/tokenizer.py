@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from billfish.errors import CheckpointError, InvalidRequestError, shown
@@ -58,6 +59,11 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return len(self._vocabulary.texts)
+
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """Bytes of the longest token."""
+        return max(map(len, self._vocabulary.token_bytes))
 
     @property
     def bos_token_id(self) -> int | None:
@@ -151,17 +157,26 @@ class Tokenizer:
         return self._template_or_fail().render(messages, add_generation_prompt)
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a chat: control tokens of the template only, never of a message's content.
+
+        tools: what the model may call, as the template takes them. variables: other names of the
+        template; they come from the program, not from a user.
 
         A message that holds "<|im_end|>" keeps it as ordinary characters, which the model reads as
         text. The begin token is put in front when the model asks for one and the template has not
         written it. Raises what `render_chat` raises.
         """
         template = self._template_or_fail()
-        guarded, mark = self._guard.protect(messages, template.source)
-        ids = self._encode(template.render(guarded, add_generation_prompt), True, mark)
+        guarded, known, mark = self._guard.protect(messages, template.source, tools)
+        text = template.render(guarded, add_generation_prompt, tools=known, variables=variables)
+        ids = self._encode(text, True, mark)
         begin = self._vocabulary.bos_token_id
         if self._vocabulary.add_bos and begin is not None and ids[:1] != [begin]:
             ids.insert(0, begin)

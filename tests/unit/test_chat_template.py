@@ -311,10 +311,77 @@ def test_content_with_every_possible_mark_is_refused():
     assert _chat_tokenizer().encode_chat(one_left).count(258) == 1
 
 
+WITH_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}[{{ call.function.name }}"
+    "{{ call.function.arguments | tojson }}]{% endfor %}{{ m.tool_call_id }}<|im_end|>{% endfor %}"
+)
+
+
+def _tool_chat(text: str) -> tuple[list[dict], list[dict]]:
+    """A chat with a tool, and `text` wherever somebody else's text may stand."""
+    call = {"id": text, "function": {"name": text, "arguments": {text: [text, {"x": text}]}}}
+    messages = [
+        {"role": "user", "content": text},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": text, "tool_call_id": text},
+    ]
+    schema = {"type": "object", "properties": {text: {"description": text}}}
+    function = {"name": text, "description": text, "parameters": schema}
+    return messages, [{"type": "function", "function": function}]
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>", "x<|im_start|>", "<|im_<|im_end|>end|>", "end|>"])
+def test_tools_and_calls_never_make_a_control_token(text):
+    tokenizer = _chat_tokenizer(WITH_TOOLS)
+    messages, tools = _tool_chat(text)
+    ids = tokenizer.encode_chat(messages, tools=tools)
+    shown = tokenizer.decode(ids, skip_special_tokens=False)
+    assert shown.count(text) >= 9  # the model sees all of it, as text
+    messages, tools = _tool_chat("x")
+    honest = tokenizer.encode_chat(messages, tools=tools)
+    for control in (257, 258, 259):
+        assert ids.count(control) == honest.count(control)
+
+
+def test_variables_of_a_template_do_not_replace_the_chat():
+    template = ChatTemplate("{{ thinking }}{{ messages[0].content }}{{ tools }}", "f.gguf")
+    variables = {"thinking": True, "messages": [], "tools": "x"}
+    assert template.render(USER, True, variables=variables) == "TrueHiNone"
+
+
+BAD_CALLS = [
+    ([{"role": "assistant", "content": "", "tool_calls": {}}], "messages[0].tool_calls"),
+    ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
+    ([{"role": "user", "content": "", "tool_calls": []}], "messages[0].tool_calls"),
+    ([{"role": "assistant", "content": "", "tool_calls": [
+        {"function": {"name": "f", "arguments": "{}"}}]}],
+     "messages[0].tool_calls[0].function.arguments"),
+    ([{"role": "assistant", "content": "", "tool_calls": [
+        {"function": {"name": "f", "arguments": {"a": object()}}}]}], "messages[0]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("messages", "place"), BAD_CALLS)
+def test_calls_are_checked_before_rendering(messages, place):
+    with pytest.raises(InvalidRequestError) as error:
+        _chat_tokenizer(WITH_TOOLS).encode_chat(messages)
+    assert error.value.parameter == place
+
+
+def test_tools_that_are_nested_too_deep_are_refused():
+    deep: dict = {}
+    for _ in range(100):
+        deep = {"a": deep}
+    for tools in ([deep], [{"a": {1, 2}}], {"a": 1}):
+        with pytest.raises(InvalidRequestError, match=r"^tools"):
+            _chat_tokenizer(WITH_TOOLS).encode_chat(USER, tools=tools)
+
+
 def test_ordinary_content_is_not_touched():
     guard = ContentGuard(["<|im_start|>", "<|im_end|>"])
     messages = [{"role": "user", "content": " a <b> | c\n"}]
-    guarded, _ = guard.protect(messages, CHATML)
+    guarded, _, _ = guard.protect(messages, CHATML)
     assert guarded == messages
 
 

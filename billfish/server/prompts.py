@@ -1,0 +1,132 @@
+"""From what a request holds to the token ids that the engine gets."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from billfish.errors import CapacityError, InvalidRequestError
+from billfish.server.engine_client import EngineClient
+from billfish.server.schema import (
+    AssistantMessage,
+    ChatTemplateArguments,
+    CompletionRequest,
+    Content,
+    Function,
+    Message,
+    ToolMessage,
+)
+from billfish.server.tools import ToolFormat, describe, template_tools
+
+
+async def encode_text(
+    engine: EngineClient, text: str, add_special_tokens: bool | None = None
+) -> list[int]:
+    """Token ids of a text, off the event loop. CapacityError at once for one that cannot fit."""
+    _check_length(engine, len(text))
+    add = add_special_tokens is not False
+    return await engine.run(
+        len(text), lambda: engine.tokenizer.encode(text, add_special_tokens=add)
+    )
+
+
+async def encode_chat(
+    engine: EngineClient,
+    messages: Sequence[Message],
+    functions: Sequence[Function],
+    form: ToolFormat | None,
+    arguments: ChatTemplateArguments | None,
+    add_generation_prompt: bool | None,
+) -> list[int]:
+    """Token ids of a chat, off the event loop."""
+    plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    size = sum(len(message["content"]) for message in plain)
+    _check_length(engine, size)
+    variables = {} if arguments is None else arguments.model_dump(exclude_none=True)
+    source = engine.tokenizer.chat_template or ""
+    for name in variables:
+        if name not in source:
+            raise InvalidRequestError(
+                f"chat_template_kwargs.{name}", "is unknown to the model's chat template"
+            )
+    tools = None
+    if form is None or form.native:
+        tools = template_tools(functions) or None
+    else:
+        plain = describe(plain, functions)
+
+    def encode() -> list[int]:
+        return engine.tokenizer.encode_chat(
+            plain,
+            add_generation_prompt=add_generation_prompt is not False,
+            tools=tools,
+            variables=variables,
+        )
+
+    return await engine.run(size, encode)
+
+
+async def encode_prompts(engine: EngineClient, request: CompletionRequest) -> list[list[int]]:
+    """Token ids of each prompt of a completion."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [await encode_text(engine, prompt, request.add_special_tokens)]
+    found = []
+    if isinstance(prompt[0], int):
+        prompt = [prompt]
+    for each in prompt:
+        if isinstance(each, str):
+            found.append(await encode_text(engine, each, request.add_special_tokens))
+        else:
+            found.append(each)
+    return found
+
+
+def _check_length(engine: EngineClient, characters: int) -> None:
+    """Refuse before tokenization what cannot fit, however its tokens are cut."""
+    longest = engine.model.max_model_len
+    most = longest * engine.tokenizer.max_token_bytes
+    if characters > most:
+        raise CapacityError(
+            f"the prompt has {characters} characters, and max_model_len is {longest} tokens, in "
+            f"which at most {most} could fit"
+        )
+
+
+def _plain(message: Message, place: str) -> dict[str, Any]:
+    """A message as chat templates expect it."""
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": _text(message.content)}
+    if isinstance(message, ToolMessage):
+        plain["tool_call_id"] = message.tool_call_id
+    if isinstance(message, AssistantMessage) and message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(
+                        call.function.arguments, f"{place}.tool_calls[{i}].function.arguments"
+                    ),
+                },
+            }
+            for i, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+def _text(content: Content | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text for part in content)
+
+
+def _arguments(text: str, place: str) -> dict[str, Any]:
+    """Templates want the object, not the text of it."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(place, "must be a JSON object, written as a string")
+    return value

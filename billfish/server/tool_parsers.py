@@ -1,0 +1,469 @@
+"""Finds tool calls in what a model writes, as it is written.
+
+A parser reads characters, so what it finds does not depend on how the text was cut into pieces.
+What looks like a call and turns out to be none is text after all, and no character of it is lost.
+"""
+
+import ast
+import json
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+from billfish.server.json_scanner import CallScanner
+
+MAX_CALL_LENGTH = 1 << 20
+"""Characters held back while it is not known whether they are a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A call begins; `index` counts them from 0."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The next part of the JSON of a call's arguments."""
+
+    index: int
+    text: str
+
+
+Event: TypeAlias = Text | CallStart | Arguments
+
+
+class ToolParser:
+    """Text in, events out. names: of the functions that were offered."""
+
+    marker: ClassVar[str] = ""
+    """What the model writes in front of its calls; "" where they start the answer."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._events: list[Event] = []
+        self._calls = 0
+        self._spaces = ""  # held back: text after all, unless a call follows
+        self._matched = ""  # what there is of a marker
+        self._where = "text"  # what is being read; each parser has its own names for more
+
+    def feed(self, text: str) -> list[Event]:
+        position = 0
+        while position < len(text):
+            if self._where == "text" and not self._matched:
+                found = text.find(self.marker[0], position) if self.marker else -1
+                end = len(text) if found < 0 else found
+                self._text(text[position:end])
+                position = end
+            else:
+                end = position
+            if end < len(text):
+                self._step(text[end])
+                position = end + 1
+        return self._taken()
+
+    def finish(self) -> list[Event]:
+        """The answer has ended: what was held back comes out."""
+        self._end()
+        if not self._calls:
+            self._emit(self._spaces)
+            self._spaces = ""
+        return self._taken()
+
+    @property
+    def num_calls(self) -> int:
+        return self._calls
+
+    def _step(self, char: str) -> None:
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+    def _taken(self) -> list[Event]:
+        merged = list(_merge(self._events))
+        self._events.clear()
+        return merged
+
+    def _emit(self, text: str) -> None:
+        if text:
+            self._events.append(Text(text))
+
+    def _text(self, text: str) -> None:
+        """Text of the answer. Spaces wait: they are dropped where a call follows."""
+        solid = text.rstrip()
+        if solid:
+            self._emit(self._spaces + solid)
+            self._spaces = ""
+        self._spaces += text[len(solid) :]
+
+    def _start(self, name: str) -> None:
+        self._spaces = ""
+        self._events.append(CallStart(self._calls, name))
+        self._calls += 1
+
+    def _arguments(self, text: str) -> None:
+        if text:
+            self._events.append(Arguments(self._calls - 1, text))
+
+    def _match(self, marker: str, char: str) -> bool | None:
+        """Follow a marker: True when it is complete, None while it may be, False if it is not.
+
+        Its first character must not occur in it again, so nothing but that can begin it anew.
+        """
+        if marker.startswith(self._matched + char):
+            self._matched += char
+            if self._matched == marker:
+                self._matched = ""
+                return True
+            return None
+        return False
+
+
+class JsonCalls(ToolParser):
+    """What the formats share whose calls are JSON objects."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(names)
+        self._scanner = CallScanner()
+        self._started = False
+
+    def _begin_call(self) -> None:
+        self._scanner, self._started = CallScanner(), False
+
+    def _scan(self, char: str) -> str:
+        """Read one character of a call; its scanner's state."""
+        scanner = self._scanner
+        scanner.push(char)
+        if not self._started and self._is_call(scanner):
+            self._started = True
+            self._start(scanner.name or "")
+        if self._started:
+            self._arguments(scanner.take())
+            if scanner.state == "closed" and not scanner.has_arguments:
+                self._arguments("{}")
+        elif scanner.num_read > MAX_CALL_LENGTH:
+            scanner.state = "wrong"
+        return scanner.state
+
+    def _is_call(self, scanner: CallScanner) -> bool:
+        return bool(scanner.name) and (scanner.has_arguments or scanner.state == "closed")
+
+
+class HermesParser(JsonCalls):
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>: Hermes, Qwen and many others."""
+
+    marker = "<tool_call>"
+    END = "</tool_call>"
+
+    def _step(self, char: str) -> None:
+        if self._where == "call":
+            state = self._scan(char)
+            if state == "closed":
+                self._where = "after"
+            elif state == "wrong":
+                self._where = "text"
+                if not self._started:
+                    self._text(self.marker + self._scanner.text)
+            return
+        if self._where == "after":
+            if not self._matched and char.isspace():
+                return
+            found = self._match(self.END, char)
+            if found is False:  # an end mark left out; the text goes on
+                held, self._matched = self._matched, ""
+                self._where = "text"
+                self._text(held)
+            else:
+                self._where = "text" if found else "after"
+                return
+        self._read_text(char)
+
+    def _read_text(self, char: str) -> None:
+        found = self._match(self.marker, char)
+        if found:
+            self._where = "call"
+            self._begin_call()
+        elif found is False:
+            held, self._matched = self._matched, ""
+            self._text(held)
+            if held:
+                self._read_text(char)
+            else:
+                self._text(char)
+
+    def _end(self) -> None:
+        if self._where == "call" and not self._started:
+            self._text(self.marker + self._scanner.text)
+        elif self._where == "text":
+            self._text(self._matched)
+
+
+class LlamaJsonParser(JsonCalls):
+    """{"name": ..., "parameters": {...}} as the whole answer, several with ; between: Llama 3.1.
+
+    Only functions that were offered count, for an answer may be JSON of another kind.
+    """
+
+    PYTHON_TAG = "<|python_tag|>"
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(names)
+        self._where = "start"  # start, call, between, text
+        self._before = ""  # read since the last call
+
+    def _step(self, char: str) -> None:
+        if self._where == "text":
+            self._text(char)
+        elif self._where == "call":
+            self._continue(char)
+        else:
+            self._seek(char)
+
+    def _continue(self, char: str) -> None:
+        state = self._scan(char)
+        if state == "closed" and self._started:
+            self._where, self._before = "between", ""
+        elif state != "open":
+            self._give_up("" if self._started else self._before + self._scanner.text)
+
+    def _seek(self, char: str) -> None:
+        """Before a call. Spaces, one tag, and one semicolon between calls may stand there."""
+        lead = self._before.strip()
+        allowed = self.PYTHON_TAG if self._where == "start" else ";"
+        if char == "{" and lead in ("", allowed):
+            self._where = "call"
+            self._begin_call()
+            self._continue(char)
+        elif char.isspace() or allowed.startswith(lead + char):
+            self._before += char
+        else:
+            self._give_up(self._before + char)
+
+    def _give_up(self, text: str) -> None:
+        self._where = "text"
+        self._text(text)
+
+    def _is_call(self, scanner: CallScanner) -> bool:
+        return scanner.name in self._names and scanner.has_arguments
+
+    def _end(self) -> None:
+        if self._where in ("start", "between"):
+            self._text(self._before)
+        elif self._where == "call" and not self._started:
+            self._text(self._before + self._scanner.text)
+
+
+class MistralParser(JsonCalls):
+    """[TOOL_CALLS] and then a JSON list of calls, or name[ARGS]{...} again and again."""
+
+    marker = "[TOOL_CALLS]"
+    ARGS = "[ARGS]"
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(names)
+        self._raw = ""  # read since the marker or the last call
+
+    def _step(self, char: str) -> None:
+        getattr(self, f"_in_{self._where}")(char)
+
+    def _in_text(self, char: str) -> None:
+        found = self._match(self.marker, char)
+        if found:
+            self._where, self._raw = "lead", ""
+        elif found is False:
+            held, self._matched = self._matched, ""
+            self._text(held)
+            if held:
+                self._in_text(char)
+            else:
+                self._text(char)
+
+    def _in_lead(self, char: str) -> None:
+        if char == "[":
+            self._where, self._raw = "list", self._raw + char
+        elif not char.isspace():
+            self._where = "name"
+            self._in_name(char)
+        else:
+            self._raw += char
+
+    def _in_list(self, char: str) -> None:
+        """Between the calls of a list."""
+        if char == "{":
+            self._where = "call"
+            self._begin_call()
+            self._in_call(char)
+        elif char == "]":
+            self._where = "text"
+            if not self._calls:
+                self._text(self.marker + self._raw + char)
+        elif char == "," or char.isspace():
+            self._raw += char
+        else:
+            self._where = "text"
+            self._text(self._lead + char)
+
+    def _in_call(self, char: str) -> None:
+        state = self._scan(char)
+        if state == "closed":
+            self._where, self._raw = "list", ""
+        elif state == "wrong":
+            self._where = "text"
+            if not self._started:
+                self._text(self._lead + self._scanner.text)
+
+    @property
+    def _lead(self) -> str:
+        """What stands before a call of a list, the first or a later one."""
+        return self._raw if self._calls else self.marker + self._raw
+
+    def _in_name(self, char: str) -> None:
+        name = self._raw.strip().removesuffix(self.ARGS).strip()
+        if char == "{" and name:
+            self._where = "call"
+            self._begin_call()
+            for each in f'{{"name":{json.dumps(name)},"arguments":':
+                self._scanner.push(each)
+            self._where = "named"
+            self._in_named(char)
+        elif char in "\n" or len(self._raw) > 256:
+            self._where = "text"
+            self._text(self.marker + self._raw + char)
+        else:
+            self._raw += char
+
+    def _in_named(self, char: str) -> None:
+        """Arguments after a name. They have ended where the scanner wants a comma."""
+        self._scan(char)
+        if self._scanner.after_value:
+            self._where, self._raw = "text", ""
+
+    def _end(self) -> None:
+        if self._where == "text":
+            self._text(self._matched)
+        elif self._where == "call" and not self._started:
+            self._text(self._lead + self._scanner.text)
+        elif self._where in ("lead", "name") or (self._where == "list" and not self._calls):
+            self._text(self.marker + self._raw)
+
+
+class PythonicParser(ToolParser):
+    """[f(x=1), g(y="a")] as the whole answer: Llama 3.2 and 4. Each call comes when it is complete,
+    because its arguments have to be turned into JSON."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(names)
+        self._where = "start"  # start, list, after, text
+        self._raw: list[str] = []  # read and not yet sent on
+        self._quote = ""
+        self._escaped = False
+        self._depth = 0
+
+    def _step(self, char: str) -> None:
+        if self._where == "text":
+            self._text(char)
+            return
+        self._raw.append(char)
+        if self._where == "start":
+            if char == "[":
+                self._where = "list"
+            elif not char.isspace():
+                self._give_up()
+        elif self._where == "after":
+            if not char.isspace():
+                self._give_up()
+        elif len(self._raw) > MAX_CALL_LENGTH:
+            self._give_up()
+        else:
+            self._in_list(char)
+
+    def _in_list(self, char: str) -> None:
+        if self._quote:
+            if self._escaped:
+                self._escaped = False
+            elif char == "\\":
+                self._escaped = True
+            elif char == self._quote:
+                self._quote = ""
+        elif char in "\"'":
+            self._quote = char
+        elif char in "([{":
+            self._depth += 1
+        elif char in ")}" or (char == "]" and self._depth):
+            self._depth -= 1
+            if not self._depth and char == ")":
+                self._call()
+        elif char == "]":
+            if "".join(self._raw).strip() == "]" and self._calls:
+                self._where, self._raw = "after", []
+            else:
+                self._give_up()
+
+    def _call(self) -> None:
+        source = "".join(self._raw).lstrip()
+        source = source.removeprefix("," if self._calls else "[").strip()
+        found = _python_call(source)
+        if found is None or found[0] not in self._names:
+            self._give_up()
+            return
+        self._start(found[0])
+        self._arguments(found[1])
+        self._raw = []
+
+    def _give_up(self) -> None:
+        self._where = "text"
+        raw, self._raw = "".join(self._raw), []
+        self._text(raw)
+
+    def _end(self) -> None:
+        self._text("".join(self._raw))
+
+
+def _python_call(source: str) -> tuple[str, str] | None:
+    """Name and arguments, as JSON, of a call with keyword arguments that are literals."""
+    try:
+        call = ast.parse(source, mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            return None
+        values = {each.arg: ast.literal_eval(each.value) for each in call.keywords if each.arg}
+        if len(values) != len(call.keywords):
+            return None
+        return ast.unparse(call.func), json.dumps(values, ensure_ascii=False, allow_nan=False)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _merge(events: Iterable[Event]) -> Iterable[Event]:
+    """Neighbours of the same kind and call as one."""
+    last: Event | None = None
+    for event in events:
+        if isinstance(last, Text) and isinstance(event, Text):
+            last = Text(last.text + event.text)
+        elif (
+            isinstance(last, Arguments)
+            and isinstance(event, Arguments)
+            and last.index == event.index
+        ):
+            last = Arguments(last.index, last.text + event.text)
+        else:
+            if last is not None:
+                yield last
+            last = event
+    if last is not None:
+        yield last
+
+
+PARSERS: dict[str, type[ToolParser]] = {
+    "hermes": HermesParser,
+    "llama3_json": LlamaJsonParser,
+    "mistral": MistralParser,
+    "pythonic": PythonicParser,
+}

@@ -1,0 +1,70 @@
+"""A server in this process, on a port of its own, in a thread with an event loop."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from billfish.server.engine_client import EngineClient
+from billfish.server.fake_engine import FakeEngine
+from billfish.server.run import Server, bind
+from billfish.server.settings import ServerSettings
+
+_T = TypeVar("_T")
+
+KEY = "a-key-for-tests"
+
+
+class LiveServer:
+    """url: where it listens. engine: call it through `call`, which runs on its loop."""
+
+    def __init__(self, make_engine: Callable[[], EngineClient], settings: ServerSettings) -> None:
+        self._listener = bind(settings.host, 0)
+        self.port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.settings = settings
+        self._make_engine = make_engine
+        self._started: Future[None] = Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread.start()
+        self._started.result(120)
+
+    async def _run(self) -> None:
+        try:
+            self.loop = asyncio.get_running_loop()
+            self.engine: Any = self._make_engine()
+            self._server = Server(self.engine, self.settings)
+            await self.engine.start()
+        except BaseException as error:
+            self._started.set_exception(error)
+            raise
+        self._started.set_result(None)
+        await self._server.serve(sockets=[self._listener])
+
+    def call(self, function: Callable[..., _T], *args: Any) -> _T:
+        """function(*args) on the server's loop; a coroutine is awaited there."""
+
+        async def run() -> Any:
+            result = function(*args)
+            return await result if asyncio.iscoroutine(result) else result
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+@contextmanager
+def live(
+    make_engine: Callable[[], EngineClient] = FakeEngine, **settings: Any
+) -> Iterator[LiveServer]:
+    names = {"model_names": ("fake",), "shutdown_seconds": 5.0}
+    server = LiveServer(make_engine, ServerSettings(**{**names, **settings}))
+    try:
+        yield server
+    finally:
+        server.stop()

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from billfish.bench import record
-from billfish.bench.gemm_peers import PEER_VERSIONS, Maker, Product, makers
+from billfish.bench.gemm_peers import PEER_VERSIONS, Maker, Matmul, makers
 from billfish.bench.turns import Call, time_in_turns
 from billfish.kernels import marlin
 from billfish.kernels.marlin import reference
-from billfish.kernels.marlin.configs import HopperConfig, hopper_config
+from billfish.kernels.marlin.configs import HopperConfig, Product, hopper_config
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (8192, 28672), (57344, 8192))
 """(N, K) of the projections of Llama 3 8B, and the two large ones of 70B."""
@@ -40,23 +40,23 @@ def random_weights(n: int, k: int, group_size: int, dtype: torch.dtype) -> tuple
     return codes, scales.to(dtype)
 
 
-def billfish(codes: Tensor, scales: Tensor, group_size: int) -> Product:
+def billfish(codes: Tensor, scales: Tensor, group_size: int) -> Matmul:
     weight = marlin.pack(codes, scales, group_size=group_size, dtype=scales.dtype)
     return lambda x: marlin.w4a16_matmul(x, weight)
 
 
-def portable(codes: Tensor, scales: Tensor, group_size: int) -> Product:
+def portable(codes: Tensor, scales: Tensor, group_size: int) -> Matmul:
     """The Triton kernel, where the Hopper kernel would run."""
     from billfish.kernels.marlin import triton_gemm
     from billfish.kernels.marlin.configs import triton_config
     from billfish.kernels.marlin.workspace import processor_count
 
-    units = marlin.pack(codes, scales, group_size=group_size, dtype=scales.dtype).codes
+    units = marlin.pack(codes, scales, group_size=group_size, dtype=scales.dtype).tensors[0]
     processors = processor_count(units.device)
 
     def product(x: Tensor) -> Tensor:
         config = triton_config(x.shape[0], units, processors)
-        return triton_gemm.launch(x, units, codes.shape[0], None, config, "symmetric")
+        return triton_gemm.launch(x, units, Product(codes.shape[0]), config)
 
     return product
 
@@ -80,9 +80,9 @@ def weight_bytes(name: str, n: int, k: int, group_size: int) -> int:
 
 def build(
     shape: tuple[int, int], weights: tuple[Tensor, Tensor], group_size: int, peers: dict[str, Maker]
-) -> dict[str, list[Product]]:
+) -> dict[str, list[Matmul]]:
     """The products of each implementation, each over its own copy of the weights."""
-    products: dict[str, list[Product]] = {}
+    products: dict[str, list[Matmul]] = {}
     for name, maker in {"billfish": billfish, "portable": portable, **peers}.items():
         count = min(40, -(-COLD_BYTES // weight_bytes(name, *shape, group_size)))
         try:
@@ -93,7 +93,7 @@ def build(
 
 
 def run_case(
-    products: dict[str, list[Product]], weights: tuple[Tensor, Tensor], m: int, group_size: int
+    products: dict[str, list[Matmul]], weights: tuple[Tensor, Tensor], m: int, group_size: int
 ) -> list[dict[str, Any]]:
     """Rows of the result for one M: every product checked, the right ones timed in turns."""
     codes, scales = weights
@@ -147,7 +147,8 @@ def ablation(shape: tuple[int, int], m: int) -> list[dict[str, Any]]:
     codes, scales = random_weights(n, k, 128, torch.float16)
     copies = min(40, -(-COLD_BYTES // weight_bytes("billfish", n, k, 128)))
     weights = [
-        marlin.pack(codes, scales, group_size=128, dtype=torch.float16).codes for _ in range(copies)
+        marlin.pack(codes, scales, group_size=128, dtype=torch.float16).tensors[0]
+        for _ in range(copies)
     ]
     x = torch.randn(m, k, device="cuda").half()
     unit_shape: Any = tuple(weights[0].shape)
@@ -159,10 +160,7 @@ def ablation(shape: tuple[int, int], m: int) -> list[dict[str, Any]]:
             settings[name] = changed
 
     def calls(config: HopperConfig) -> list[Call]:
-        return [
-            partial(hopper_launch.launch, x, units, n, None, "symmetric", config)
-            for units in weights
-        ]
+        return [partial(hopper_launch.launch, x, units, Product(n), config) for units in weights]
 
     times = time_in_turns({name: calls(config) for name, config in settings.items()})
     return [

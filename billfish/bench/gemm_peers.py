@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Product = Callable[[Tensor], Tensor]
-Maker = Callable[[Tensor, Tensor, int], Product]
+Matmul = Callable[[Tensor], Tensor]
+Maker = Callable[[Tensor, Tensor, int], Matmul]
 
 # How vLLM writes a scalar type as a number: its bits from bit 8, its bias from bit 17.
 _UINT4_BIAS8 = 4 << 8 | 8 << 17 | 1 << 50
@@ -79,13 +79,13 @@ def _words_along_k(codes: Tensor) -> Tensor:
     return (words << shifts).sum(1, dtype=torch.int32)
 
 
-def cublas(codes: Tensor, scales: Tensor, group_size: int) -> Product:
+def cublas(codes: Tensor, scales: Tensor, group_size: int) -> Matmul:
     wide = (codes.float() - 8).view(codes.shape[0], -1, group_size) * scales.float().unsqueeze(2)
     weight = wide.view(codes.shape).to(scales.dtype)
     return lambda x: torch.matmul(x, weight.t())
 
 
-def tinygemm(codes: Tensor, scales: Tensor, group_size: int) -> Product:
+def tinygemm(codes: Tensor, scales: Tensor, group_size: int) -> Matmul:
     if scales.dtype != torch.bfloat16:
         raise ValueError("bfloat16 only")
     pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).contiguous()
@@ -94,7 +94,7 @@ def tinygemm(codes: Tensor, scales: Tensor, group_size: int) -> Product:
     return lambda x: torch.ops.aten._weight_int4pack_mm(x, packed, group_size, both)
 
 
-def machete(codes: Tensor, scales: Tensor, group_size: int) -> Product:
+def machete(codes: Tensor, scales: Tensor, group_size: int) -> Matmul:
     ops, kind, dtype = torch.ops._C, _UINT4_BIAS8, scales.dtype
     column_major = _words_along_k(codes).t().contiguous().t()
     packed = ops.machete_prepack_B(column_major, dtype, kind, dtype)
@@ -103,7 +103,7 @@ def machete(codes: Tensor, scales: Tensor, group_size: int) -> Product:
     return lambda x: ops.machete_mm(x, packed, kind, None, by_group, *rest)
 
 
-def marlin(codes: Tensor, scales: Tensor, group_size: int) -> Product:
+def marlin(codes: Tensor, scales: Tensor, group_size: int) -> Matmul:
     """With fp32 reduction and no atomics, as vLLM calls it."""
     ops, (n, k), device = torch.ops._C, codes.shape, codes.device
     none = torch.empty(0, dtype=torch.int32, device=device)
@@ -125,7 +125,7 @@ def marlin(codes: Tensor, scales: Tensor, group_size: int) -> Product:
 
 def humming(
     codes: Tensor, scales: Tensor, group_size: int, rows: Sequence[int], tunings: dict[Any, Any]
-) -> Product:
+) -> Matmul:
     """tunings: kept between layers of one shape; all kernels of a shape compile at its first."""
     from humming.kernel.humming import HummingKernel
     from humming.layer import HummingLayer

@@ -25,7 +25,8 @@ if gluon_supported():
     from triton.experimental import gluon as _gluon
     from triton.experimental.gluon import language as _gl
     from triton.language.core import _aggregate
-    from triton.runtime import driver as _driver
+
+    from billfish.kernels import cuda_driver
 
     # A barrier among the threads of one warp-specialized partition (or of the block outside one).
     barrier = _gl.barrier if hasattr(_gl, "barrier") else _gl.thread_barrier
@@ -51,54 +52,13 @@ if gluon_supported():
         made.__setattr__ = set_field
         return made
 
-    class DirectLaunch:
-        """Launches of a compiled kernel whose tensor maps are ready.
+    def tensor_map(kernel: Any, index: int, address: int, shape: Any, strides: Any) -> bytes:
+        """The encoded map of descriptor `index` of a compiled kernel over this memory."""
+        meta = kernel.metadata.tensordesc_meta[index]
+        dtype = _TMA_DTYPES[meta["elem_type"]]
+        return cuda_driver.tensor_map(address, meta, dtype, shape, strides)
 
-        Triton encodes a tensor map for each descriptor at every launch. This takes the function
-        beneath, which is given encoded maps; how it is called differs between the releases.
-        """
-
-        def __init__(self, kernel: Any) -> None:
-            self._kernel = kernel
-            self._run = kernel.run
-            encoding = self._run.launch
-            names = encoding.__code__.co_freevars
-            self._beneath = encoding.__closure__[names.index("launcher")].cell_contents
-            utils = _driver.active.utils
-            tiled = getattr(utils, "fill_tma_descriptor_tiled", None)
-            self._encode = tiled or utils.fill_tma_descriptor
-
-        def tensor_map(
-            self, index: int, address: int, shape: list[int], strides: list[int]
-        ) -> list[Any]:
-            """What the launch takes for descriptor `index` of the kernel over this memory."""
-            meta = self._kernel.metadata.tensordesc_meta[index]
-            encoded = self._encode(
-                address,
-                meta["swizzle"],
-                meta["elem_size"],
-                _TMA_DTYPES[meta["elem_type"]],
-                meta["block_size"],
-                shape,
-                strides,
-                0,
-            )
-            return [encoded, *shape, *strides]
-
-        def __call__(self, blocks: int, arguments: list[Any]) -> None:
-            """Launch on the current stream; arguments are all of the kernel's, maps in place."""
-            run, kernel = self._run, self._kernel
-            stream = _driver.active.get_current_stream(_driver.active.get_current_device())
-            hooks = _knobs.runtime
-            info = kernel.launch_metadata((blocks,), stream, *arguments)
-            rest = (
-                kernel.packed_metadata, info, hooks.launch_enter_hook, hooks.launch_exit_hook,
-            )  # fmt: skip
-            start = (
-                blocks, 1, 1, stream, kernel.function, run.launch_cooperative_grid, run.launch_pdl,
-            )  # fmt: skip
-            if TRITON_VERSION == (3, 6):
-                self._beneath(*start, None, None, *rest, *arguments)
-            else:
-                tail = (run.arg_annotations, run.kernel_signature, arguments)
-                self._beneath(*start, *rest, None, None, *tail)
+    def launch_is_watched() -> bool:
+        """Whether somebody (a profiler) asked Triton to be told of launches."""
+        hooks = (_knobs.runtime.launch_enter_hook, _knobs.runtime.launch_exit_hook)
+        return any(getattr(hook, "calls", hook) for hook in hooks)

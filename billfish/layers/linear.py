@@ -17,11 +17,21 @@ class QuantLinear(nn.Module):
     A drop-in for `torch.nn.Linear` in inference: made from one by `from_linear`, moved and cast by
     `to` (a weight has one form for each kind of device and dtype, and is packed anew), saved and
     loaded by `state_dict`. It has no derivative.
+
+    With a weight packed with `silu_mul` it is the gated part of an MLP: y = silu(gate) * up
+    [..., n / 2]. batch_invariant: see `marlin.w4a16_matmul`; it may be set at any time.
     """
 
-    def __init__(self, weight: marlin.PackedWeight, bias: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weight: marlin.PackedWeight,
+        bias: Tensor | None = None,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
         super().__init__()
         self.weight = weight
+        self.batch_invariant = batch_invariant
         self.bias = None if bias is None else nn.Buffer(bias)
 
     @classmethod
@@ -47,10 +57,13 @@ class QuantLinear(nn.Module):
 
     @property
     def out_features(self) -> int:
-        return self.weight.n
+        return self.weight.outputs
 
-    def forward(self, x: Tensor) -> Tensor:
-        return marlin.w4a16_matmul(x, self.weight, self.bias)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """y [..., n], plus residual [..., n] where one is given."""
+        return marlin.w4a16_matmul(
+            x, self.weight, self.bias, residual=residual, batch_invariant=self.batch_invariant
+        )
 
     def get_extra_state(self) -> dict[str, Any]:
         """The weight in a form that belongs to no device: what `marlin.pack` takes."""
@@ -59,6 +72,7 @@ class QuantLinear(nn.Module):
         return {
             "codes": codes, "scales": scales, "zeros": zeros, "offsets": offsets,
             "g_idx": weight.g_idx, "group_size": weight.group_size, "dtype": weight.dtype,
+            "silu_mul": weight.silu_mul,
         }  # fmt: skip
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -83,7 +97,8 @@ class QuantLinear(nn.Module):
 
     def extra_repr(self) -> str:
         w = self.weight
-        return f"in={w.k}, out={w.n}, int4, group={w.group_size}, dtype={w.dtype}"
+        gated = ", silu_mul" if w.silu_mul else ""
+        return f"in={w.k}, out={w.outputs}, int4, group={w.group_size}, dtype={w.dtype}{gated}"
 
 
 def _packed_on(device: torch.device, **state: Any) -> marlin.PackedWeight:

@@ -10,9 +10,10 @@ pytest.importorskip("triton")
 
 import triton
 
+from billfish.kernels.cuda_driver import parameter_bytes
 from billfish.kernels.gluon_compat import gluon_supported
 from billfish.kernels.marlin import configs, triton_gemm
-from billfish.kernels.marlin.configs import HopperConfig, TritonConfig
+from billfish.kernels.marlin.configs import HopperConfig, Product, TritonConfig
 from billfish.kernels.marlin.packing import unit_words
 from tests.compile.offline import MachineCode, fake_device, machine_code
 
@@ -40,14 +41,14 @@ def units_for(n, k, group_size, zero_point):
 
 
 def shipped_configs() -> list[HopperConfig]:
-    """Every kernel that the heuristic chooses for some shape; the grid is not part of a kernel."""
+    """Every kernel that the heuristic chooses for some shape; the grid is no part of a kernel."""
     shapes = [(64, 128), (4096, 4096), (4096, 14336), (28672, 4096), (8192, 28672), (57344, 8192)]
     rows = [1, 9, 17, 33, 65, 100, 200, 256, 500, 1024, 4096, 8192]
     chosen = (
-        configs.hopper_config(m, units_for(n, k, 128, "symmetric"), PROCESSORS)
-        for m, (n, k) in itertools.product(rows, shapes)
+        configs.hopper_config(m, units_for(n, k, 128, "symmetric"), PROCESSORS, batch_invariant)
+        for batch_invariant, m, (n, k) in itertools.product((False, True), rows, shapes)
     )
-    return list(dict.fromkeys(replace(config, grid_per_sm=1) for config in chosen))
+    return list(dict.fromkeys(replace(config, grid_per_sm=1, stream_k=True) for config in chosen))
 
 
 def cases():
@@ -60,17 +61,25 @@ def cases():
             yield config, group_size, zero_point, dtype
 
 
-def compile_hopper(config, group_size, zero_point, dtype, bias=False) -> tuple[MachineCode, int]:
-    """(machine code, bytes of shared memory) of the kernel that a launch would run."""
+def compile_hopper(
+    config, group_size, zero_point, dtype, epilogue=(False, False, False)
+) -> tuple[MachineCode, int]:
+    """(machine code, bytes of shared memory) of the kernel that a launch would run.
+
+    epilogue: whether it has a bias and a residual, and whether it is that of a gated activation.
+    """
     m, n, k = config.tile_m + 1 if config.tile_m > 64 else config.tile_m, 512, 512
     shape = units_for(n, k, group_size, zero_point)
-    plan = hopper_plan.plan(m, n, shape, zero_point, dtype, bias, PROCESSORS, config)
+    plan = hopper_plan.plan(
+        m, shape, dtype, PROCESSORS, n, zero_point, epilogue=epilogue, config=config
+    )
     x, y = torch.empty(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
     units = torch.empty(shape, dtype=torch.int32)
-    memory = (y, y, torch.empty(4), torch.empty(4, dtype=torch.int32))
+    memory = (y, y, y, torch.empty(4), torch.empty(4, dtype=torch.int32))
     arguments = (*hopper_launch.descriptors(plan, x, units), *memory, *plan.numbers)
     with fake_device(90):
         kernel = w4a16_hopper.warmup(*arguments, **plan.constants, **plan.options, grid=(1,))
+    assert parameter_bytes(kernel.asm["ptx"]) == [*hopper_launch.FIELDS, 8, 8]
     return machine_code(kernel), kernel.metadata.shared
 
 
@@ -116,9 +125,26 @@ def test_techniques_can_be_switched_off(technique):
         assert codes[0].sass != codes[1].sass
 
 
-def test_bias_is_compiled_in():
+# Bytes more with epilogues: they run once a tile, so a few spilled registers cost nothing.
+EPILOGUE_SPILLS = 16
+
+
+@pytest.mark.parametrize("config", shipped_configs())
+def test_epilogues(config):
+    """All of them at once fit beside the product."""
+    code, shared = compile_hopper(config, 128, "symmetric", torch.bfloat16, (True, True, True))
+    assert code.count("HGMMA") == 8 * config.rows // 64 * config.consumers
+    assert not code.serialized
+    key = (config.rows, config.consumers, config.tile_m)
+    assert code.spill_bytes <= SPILLS.get(key, 0) + EPILOGUE_SPILLS
+    assert shared <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_one_epilogue(place):
     config = HopperConfig(rows=64, consumers=1, tile_m=8, stages=4)
-    code, _ = compile_hopper(config, 32, "integer", torch.bfloat16, bias=True)
+    epilogue = tuple(i == place for i in range(3))
+    code, _ = compile_hopper(config, 32, "integer", torch.bfloat16, epilogue)
     assert code.count("HGMMA") == 8
     assert not code.spill_bytes
 
@@ -133,19 +159,20 @@ ARCHITECTURES = {
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize(
-    ("config", "group_size", "zero_point", "dtype"),
+    ("config", "group_size", "zero_point", "dtype", "silu_mul"),
     [
-        (TritonConfig(rows=64, tile_m=16, split=4, stages=4), 128, "symmetric", torch.float16),
-        (TritonConfig(rows=128, tile_m=32, split=1, stages=4), 32, "integer", torch.bfloat16),
-        (TritonConfig(rows=64, tile_m=64, split=2, stages=3), 16, "offset", torch.float16),
+        (TritonConfig(rows=64, tile_m=16, split=4, stages=4), 128, "symmetric", torch.float16, 0),
+        (TritonConfig(rows=128, tile_m=32, split=1, stages=4), 32, "integer", torch.bfloat16, 1),
+        (TritonConfig(rows=64, tile_m=64, split=2, stages=3), 16, "offset", torch.float16, 0),
     ],
 )
-def test_triton_kernel(capability, config, group_size, zero_point, dtype):
+def test_triton_kernel(capability, config, group_size, zero_point, dtype, silu_mul):
     m, n, k = config.tile_m, 512, 512
     units = torch.empty(units_for(n, k, group_size, zero_point), dtype=torch.int32)
     x, y = torch.empty(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
     scratch = torch.empty(4), torch.empty(4, dtype=torch.int32)
-    arguments, keywords = triton_gemm.arguments(x, units, y, None, *scratch, config, zero_point)
+    product = Product(n, zero_point, residual=y, silu_mul=silu_mul)
+    arguments, keywords = triton_gemm.arguments(x, units, y, *scratch, product, config)
     with fake_device(capability):
         kernel = triton_gemm.w4a16_triton.warmup(*arguments, **keywords, grid=(1, 1, 1))
     arch, instruction = ARCHITECTURES[capability]

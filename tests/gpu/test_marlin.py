@@ -5,7 +5,12 @@ boundary of the heuristic, go through the public operation.
 """
 
 import itertools
+import os
 import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +18,7 @@ import torch
 from billfish.errors import KernelArgumentError
 from billfish.kernels import marlin
 from billfish.kernels.marlin import reference
+from billfish.kernels.marlin.configs import Product
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +43,7 @@ class Matrix:
     """A random INT4 matrix: its parameters, packed, and the exact weights in float64."""
 
     def __init__(self, n, k, group_size=128, zero_point="symmetric", dtype=torch.float16, seed=0,
-                 order="plain", spread=0.01):  # fmt: skip
+                 order="plain", spread=0.01, silu_mul=False):  # fmt: skip
         rng = torch.Generator("cuda").manual_seed(seed)
         groups = 1 if group_size == -1 else -(-k // group_size)
         self.g_idx = None
@@ -53,12 +59,12 @@ class Matrix:
         offsets = (torch.randn(n, groups, generator=rng, device="cuda") * 4 * spread).to(dtype)
         self.zeros = zeros if zero_point == "integer" else None
         self.offsets = offsets if zero_point == "offset" else None
-        self.group_size, self.dtype = group_size, dtype
+        self.group_size, self.dtype, self.silu_mul = group_size, dtype, silu_mul
 
     def packed(self):
         return marlin.pack(
             self.codes, self.scales, zeros=self.zeros, offsets=self.offsets, g_idx=self.g_idx,
-            group_size=self.group_size, dtype=self.dtype,
+            group_size=self.group_size, dtype=self.dtype, silu_mul=self.silu_mul,
         )  # fmt: skip
 
     def exact(self):
@@ -85,6 +91,25 @@ def check(y, x, weight, bias=None):
     bound = unit * (magnitude + expected.abs()) + tiny * (1 + x.double().abs().sum(1, keepdim=True))
     error = (y.double() - expected).abs()
     assert y.shape == expected.shape
+    assert bool((error <= bound).all()), f"worst error / bound: {(error / bound).max().item():.3g}"
+
+
+def check_epilogue(y, x, weight, bias, residual, silu_mul):
+    """`check` for a product with a gated activation and a residual.
+
+    An error d of gate or up moves silu(gate) * up by at most 1.1 d |up| or |gate| d. The residual
+    and the result are rounded once.
+    """
+    unit = UNIT_ROUNDOFF[y.dtype]
+    y_exact = reference.w4a16_matmul(x, weight, bias, residual, silu_mul)
+    off = unit * (x.double().abs() @ weight.abs().T) + 1e-5
+    if silu_mul:
+        gate, up = reference.w4a16_matmul(x, weight, bias).abs().chunk(2, dim=1)
+        gate_off, up_off = off.chunk(2, dim=1)
+        off = 1.1 * gate_off * up + gate * up_off + 1.1 * gate_off * up_off
+    error = (y.double() - y_exact).abs()
+    bound = off + 1.01 * unit * y_exact.abs() + 1e-5
+    assert y.shape == y_exact.shape
     assert bool((error <= bound).all()), f"worst error / bound: {(error / bound).max().item():.3g}"
 
 
@@ -155,7 +180,9 @@ def test_every_configuration(dtype, zero_point):
         x = activations(m, k, dtype)
         bias = activations(1, n, dtype, 5)[0]
         rows = gpu.aligned_rows(x)
-        y = hopper_launch.launch(rows, matrix.packed().codes, n, bias, zero_point, config)
+        y = hopper_launch.launch(
+            rows, matrix.packed().tensors[0], Product(n, zero_point, bias), config
+        )
         check(y, x, matrix.exact(), bias)
 
 
@@ -170,9 +197,113 @@ def test_portable_kernel(dtype, zero_point):
         for m, n, k in [(1, 4096, 1408), (16, 96, 464), (33, 576, 4096), (300, 1856, 704)]:
             matrix = Matrix(n, k, group_size, zero_point, dtype, seed=index)
             x = activations(m, k, dtype, index)
-            units = matrix.packed().codes
+            units = matrix.packed().tensors[0]
             config = triton_config(m, units, 132)
-            y = triton_gemm.launch(x, units, n, None, config, zero_point)
+            y = triton_gemm.launch(x, units, Product(n, zero_point), config)
+            check(y, x, matrix.exact())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("epilogue", ["residual", "silu_mul", "all"])
+def test_epilogues_of_every_configuration(epilogue, dtype):
+    """Over whole and shared tiles, rows of gate and up that fill their units and that do not."""
+    if not is_hopper():
+        pytest.skip("needs a GPU of compute capability 9.0")
+    from billfish.kernels.marlin import gpu, hopper_launch
+
+    shapes = itertools.cycle([(5, 576, 1408), (300, 202, 464), (64, 4104, 1024), (33, 96, 7392)])
+    kinds = itertools.cycle(((128, "symmetric"), (32, "integer"), (64, "offset")))
+    silu_mul = epilogue != "residual"
+    for config in forced_configs():
+        (m, n, k), kind = next(shapes), next(kinds)
+        matrix = Matrix(n, k, *kind, dtype, silu_mul=silu_mul)
+        outputs = n // 2 if silu_mul else n
+        x = gpu.aligned_rows(activations(m, k, dtype))
+        bias = activations(1, n, dtype, 5)[0] if epilogue == "all" else None
+        residual = activations(m, outputs, dtype, 6) if epilogue != "silu_mul" else None
+        product = Product(outputs, kind[1], bias, residual, silu_mul)
+        y = hopper_launch.launch(x, matrix.packed().tensors[0], product, config)
+        check_epilogue(y, x, matrix.exact(), bias, residual, silu_mul)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("silu_mul", [False, True])
+def test_epilogues_of_the_operation(silu_mul, dtype):
+    for m, n, k in [(1, 8192, 4096), (16, 1856, 704), (3, 28672, 4096), (200, 208, 464)]:
+        matrix = Matrix(n, k, 128, "integer", dtype, silu_mul=silu_mul)
+        packed, exact = matrix.packed(), matrix.exact()
+        x = activations(m, k, dtype).view(1, m, k)
+        bias = activations(1, n, dtype, 5)[0]
+        wide = activations(m, 2 * packed.outputs, dtype, 6).view(1, m, -1)
+        residual = wide[..., ::2]  # strided
+        before = wide.clone()
+        y = marlin.w4a16_matmul(x, packed, bias, residual=residual)
+        assert y.shape == (1, m, packed.outputs)
+        check_epilogue(y[0], x[0], exact, bias, residual[0], silu_mul)
+        assert torch.equal(wide, before)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_portable_epilogues(dtype):
+    from billfish.kernels.marlin import triton_gemm
+    from billfish.kernels.marlin.configs import triton_config
+
+    for silu_mul, (m, n, k) in itertools.product(
+        (False, True), [(1, 4096, 1408), (33, 578, 4096), (300, 1856, 704)]
+    ):
+        matrix = Matrix(n, k, 64, "integer", dtype, silu_mul=silu_mul)
+        units, outputs = matrix.packed().tensors[0], n // 2 if silu_mul else n
+        x, bias = activations(m, k, dtype), activations(1, n, dtype, 5)[0]
+        residual = activations(m, outputs, dtype, 6)
+        product = Product(outputs, "integer", bias, residual, silu_mul)
+        y = triton_gemm.launch(x, units, product, triton_config(m, units, 132))
+        check_epilogue(y, x, matrix.exact(), bias, residual, silu_mul)
+
+
+@pytest.mark.parametrize("kernel", ["of the device", "portable"])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (192, 7392)])
+@pytest.mark.parametrize(("group_size", "zero_point"), [(128, "symmetric"), (32, "offset")])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_batch_invariant_rows(dtype, group_size, zero_point, n, k, kernel):
+    """A row gives the same bits in calls of any number of rows, at any place in them."""
+    from billfish.kernels.marlin import triton_gemm
+    from billfish.kernels.marlin.configs import triton_config
+
+    matrix = Matrix(n, k, group_size, zero_point, dtype, silu_mul=True)
+    packed = matrix.packed()
+    x, residual = activations(1000, k, dtype), activations(1000, packed.outputs, dtype, 1)
+
+    def run(rows):
+        if kernel != "portable":
+            more = residual[rows]
+            return marlin.w4a16_matmul(x[rows], packed, residual=more, batch_invariant=True)
+        units = packed.tensors[0]
+        config = triton_config(len(x[rows]), units, 132, batch_invariant=True)
+        product = Product(packed.outputs, zero_point, None, residual[rows], True)
+        return triton_gemm.launch(x[rows], units, product, config)
+
+    many = run(slice(None))
+    check_epilogue(many, x, matrix.exact(), None, residual, True)
+    for count in (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 600):
+        for first in (0, 1000 - count, 377):
+            rows = slice(first, min(first + count, 1000))
+            assert torch.equal(run(rows), many[rows]), (count, first)
+
+
+def test_first_call_under_capture():
+    """A kernel that was never launched, captured at once: nothing but it gets into the graph."""
+    matrix = Matrix(1152, 4096, 64, "integer", torch.bfloat16)
+    packed = matrix.packed()
+    for m in (3, 70):
+        x = activations(m, 4096, torch.bfloat16)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = marlin.w4a16_matmul(x, packed)
+        for seed in range(2):
+            x.copy_(activations(m, 4096, torch.bfloat16, seed))
+            graph.replay()
+            torch.cuda.synchronize()
             check(y, x, matrix.exact())
 
 
@@ -380,7 +511,7 @@ def test_early_launch_changes_nothing():
     from billfish.kernels.marlin.workspace import processor_count
 
     matrix = Matrix(4096, 4096, 128, spread=0.002)
-    units = matrix.packed().codes
+    units = matrix.packed().tensors[0]
     for m in (1, 64):
         config = configs.hopper_config(m, tuple(units.shape), processor_count(units.device))
         results = []
@@ -389,10 +520,24 @@ def test_early_launch_changes_nothing():
             for seed in range(20):
                 y = activations(m, 4096, torch.float16, seed)
                 for _ in range(6):
-                    y = hopper_launch.launch(y, units, 4096, None, "symmetric", setting)
+                    y = hopper_launch.launch(y, units, Product(4096), setting)
                 results.append(y)
         assert bool(torch.stack(results).isfinite().all())
         assert all(torch.equal(*pair) for pair in zip(results[:20], results[20:], strict=True))
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_under_the_sanitizer(tool):
+    """A few small products without a bad access or a race in shared memory."""
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("needs compute-sanitizer, of the CUDA toolkit")
+    script = Path(__file__).with_name("marlin_products.py")
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(script.parents[2])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "all products are right" in done.stdout
 
 
 def test_bad_arguments():

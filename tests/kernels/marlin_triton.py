@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from billfish.kernels.marlin import dequant, reference, triton_gemm
-from billfish.kernels.marlin.configs import TritonConfig
+from billfish.kernels.marlin import dequant, gpu, reference, triton_gemm
+from billfish.kernels.marlin.configs import Product, TritonConfig, triton_config
 from billfish.kernels.marlin.packing import pack_units
 
 HALF_ULP = 2.0**-11  # of float16
 
 
-def multiply(m, n, k, group_size, zero_point, config, bias=False, seed=0, x=None):
+def multiply(
+    m, n, k, group_size, zero_point, config, bias=False, seed=0, x=None, residual=False,
+    silu_mul=False,
+):  # fmt: skip
     """(result, float64 result, its bound by element) of one product with random operands."""
     rng = torch.Generator().manual_seed(seed)
     groups = 1 if group_size == -1 else -(-k // group_size)
@@ -31,14 +34,27 @@ def multiply(m, n, k, group_size, zero_point, config, bias=False, seed=0, x=None
     zeros = zeros if zero_point == "integer" else None
     offsets = offsets if zero_point == "offset" else None
     second = zeros if zeros is not None else offsets
-    units = pack_units(codes, scales, second, group_size, torch.float16)
+    packed = [
+        t if t is None or not silu_mul else gpu.interleave(t) for t in (codes, scales, second)
+    ]
+    units = pack_units(*packed, group_size, torch.float16)
     x = torch.randn(m, k, generator=rng).half() if x is None else x
     b = torch.randn(n, generator=rng).half() if bias else None
-    y = triton_gemm.launch(x, units, n, b, config, zero_point, interpret=True)
+    outputs = n // 2 if silu_mul else n
+    r = torch.randn(m, outputs, generator=rng).half() if residual else None
+    product = Product(outputs, zero_point, b, r, silu_mul)
+    y = triton_gemm.launch(x, units, product, config, interpret=True)
     weight = reference.dequantize(codes, scales, zeros, offsets, None, group_size, torch.float64)
-    expected = reference.w4a16_matmul(x, weight, b)
-    magnitude = x.double().abs() @ weight.abs().T + expected.abs()
-    return y, expected, HALF_ULP * magnitude + 1e-7
+    expected = reference.w4a16_matmul(x, weight, b, r, silu_mul)
+    magnitude = x.double().abs() @ weight.abs().T
+    if silu_mul:
+        gate, up = reference.w4a16_matmul(x, weight, b).abs().chunk(2, dim=1)
+        gate_off, up_off = magnitude.chunk(2, dim=1)
+        # |silu(g)| <= |g| and |silu'| < 1.1.
+        magnitude = 1.1 * gate_off * up + gate * up_off + HALF_ULP * 1.1 * gate_off * up_off
+    if residual:
+        magnitude += r.double().abs() * 2**-10
+    return y, expected, HALF_ULP * (magnitude + expected.abs()) + 1e-6
 
 
 @pytest.mark.parametrize(
@@ -60,6 +76,36 @@ def test_product(m, n, k, group_size, zero_point, rows, tile_m, split, bias):
     y, expected, bound = multiply(m, n, k, group_size, zero_point, config, bias)
     assert y.shape == expected.shape
     assert ((y.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "zero_point", "rows", "split", "bias", "residual", "silu_mul"),
+    [
+        (3, 72, 128, "symmetric", 64, 1, False, True, False),
+        (2, 80, 256, "integer", 64, 2, False, False, True),
+        (5, 26, 128, "offset", 64, 1, True, False, True),
+        (18, 200, 256, "symmetric", 128, 2, True, True, True),
+    ],
+)
+def test_epilogues(m, n, k, zero_point, rows, split, bias, residual, silu_mul):
+    config = TritonConfig(rows=rows, tile_m=16, split=split, stages=2)
+    y, expected, bound = multiply(
+        m, n, k, 32, zero_point, config, bias, residual=residual, silu_mul=silu_mul
+    )
+    assert y.shape == expected.shape == (m, n // 2 if silu_mul else n)
+    assert ((y.double() - expected).abs() <= bound).all()
+
+
+def test_batch_invariant_rows():
+    """A row alone and among others, bit for bit, with the tilings that the mode chooses."""
+    x = torch.randn(40, 256, generator=torch.Generator().manual_seed(4)).half()
+    units = torch.empty(2, 2, 1056, dtype=torch.int32, device="meta")
+    results = {}
+    for m in (1, 17, 40):
+        config = triton_config(m, units, 132, batch_invariant=True)
+        results[m], *_ = multiply(m, 128, 256, 128, "symmetric", config, x=x[:m])
+    assert torch.equal(results[1], results[40][:1])
+    assert torch.equal(results[17], results[40][:17])
 
 
 def test_strided_rows():

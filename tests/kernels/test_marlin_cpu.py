@@ -91,6 +91,48 @@ def test_dequantize(dtype, zero_point):
     assert weight.dequantize().dtype == dtype
 
 
+@pytest.mark.parametrize("silu_mul", [False, True])
+@pytest.mark.parametrize("zero_point", ["symmetric", "integer", "offset"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_epilogues(dtype, zero_point, silu_mul):
+    """Residual and gated activation of both layouts, within the rounding of each step."""
+    for group_size, rows in ((32, 3), (16, 2), (64, 60)):
+        arguments = make(40, 128, group_size, zero_point)
+        weight = marlin.pack(**arguments, dtype=dtype, silu_mul=silu_mul)
+        assert weight.outputs == (20 if silu_mul else 40)
+        assert torch.equal(weight.unpack()[0], arguments["codes"])
+        rng = torch.Generator().manual_seed(rows)
+        x = torch.randn(rows, 128, generator=rng).to(dtype)
+        bias = torch.randn(40, generator=rng).to(dtype)
+        residual = torch.randn(rows, weight.outputs, generator=rng).to(dtype)
+        before = residual.clone()
+        y = marlin.w4a16_matmul(x, weight, bias, residual=residual)
+        # What the product alone gives is tested above; these steps round once each.
+        plain = marlin.pack(**arguments, dtype=dtype)
+        product = marlin.w4a16_matmul(x, plain, bias)
+        exact = product.double()
+        if silu_mul:
+            gate, up = exact.chunk(2, dim=1)
+            exact = gate * torch.sigmoid(gate) * up
+        bound = 2 * ROUNDING[dtype] * (2 * exact.abs() + residual.double().abs()) + 1e-6
+        assert bool(((y.double() - exact - residual.double()).abs() <= bound).all())
+        assert torch.equal(residual, before)
+        whole = reference.w4a16_matmul(x, exact_weight(arguments), bias, residual, silu_mul)
+        assert float((y.double() - whole).norm() / whole.norm()) < 4 * ROUNDING[dtype] + 1e-6
+
+
+@pytest.mark.parametrize("group_size", [16, 32])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_batch_invariant_rows(dtype, group_size):
+    """A row gives the same bits alone, among few and among many, at any place."""
+    weight = marlin.pack(**make(192, 320, group_size, "offset"), dtype=dtype, silu_mul=True)
+    x = torch.randn(130, 320, generator=torch.Generator().manual_seed(4)).to(dtype)
+    many = marlin.w4a16_matmul(x, weight, batch_invariant=True)
+    for first, last in ((0, 1), (129, 130), (60, 61), (3, 10), (20, 69), (1, 130)):
+        few = marlin.w4a16_matmul(x[first:last], weight, batch_invariant=True)
+        assert torch.equal(few, many[first:last])
+
+
 def test_layouts():
     assert cpu.int4_block_rows() in (0, 16, 32, 64, 128)
     fast = "int4pack" if cpu.int4_block_rows() else "nibble"
@@ -120,7 +162,7 @@ def test_many_runs(dtype, monkeypatch):
     arguments = make(300, 256, 64, "integer")
     x = torch.randn(60, 256, generator=torch.Generator().manual_seed(2)).to(dtype)
     weight = marlin.pack(**arguments, dtype=dtype)
-    assert weight.layout != "nibble" or len(weight.codes) > 1
+    assert weight.layout != "nibble" or len(weight.tensors[0]) > 1
     assert_product(marlin.w4a16_matmul(x, weight), x, arguments, dtype)
 
 
@@ -159,9 +201,9 @@ def test_repacking_an_unpacked_weight_changes_nothing():
         again = marlin.pack(
             codes, scales, zeros=zeros, offsets=offsets, group_size=32, dtype=torch.bfloat16
         )
-        assert torch.equal(again.codes, weight.codes)
+        assert torch.equal(again.tensors[0], weight.tensors[0])
         if zero_point != "integer":
-            assert torch.equal(again.scales, weight.scales)
+            assert torch.equal(again.tensors[1], weight.tensors[1])
 
 
 GOOD = make(4, 64, 32)
@@ -224,3 +266,17 @@ def test_matmul_refuses(name, x, bias):
     weight = marlin.pack(**GOOD, dtype=torch.float32)
     with pytest.raises(KernelArgumentError, match=name):
         marlin.w4a16_matmul(x, weight, bias)
+
+
+def test_epilogues_refuse():
+    weight = marlin.pack(**GOOD, dtype=torch.float32, silu_mul=True)
+    x = torch.zeros(2, 64)
+    good = torch.zeros(2, 2)
+    assert marlin.w4a16_matmul(x, weight, residual=good).shape == (2, 2)
+    for bad in (torch.zeros(2, 4), torch.zeros(2), good.half(), good.to("meta")):
+        with pytest.raises(KernelArgumentError, match="residual"):
+            marlin.w4a16_matmul(x, weight, residual=bad)
+    with pytest.raises(KernelArgumentError, match="gradient"):
+        marlin.w4a16_matmul(x, weight, residual=good.requires_grad_())
+    with pytest.raises(KernelArgumentError, match="codes"):
+        marlin.pack(**make(5, 64, 32), dtype=torch.float32, silu_mul=True)

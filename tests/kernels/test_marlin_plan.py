@@ -82,13 +82,21 @@ def test_more_steps_than_numbers_is_refused():
 SHAPES = [(64, 16), (576, 1408), (4096, 4096), (4096, 14336), (28672, 4096), (57344, 8192)]
 
 
+def make_plan(config):
+    units = (64, 32, unit_words(128, False))
+    return hopper_plan.plan(9, units, torch.float16, PROCESSORS, 4096, config=config)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("zero_point", ["symmetric", "integer", "offset"])
 @pytest.mark.parametrize("group_size", [16, 32, 64, 128, -1])
-def test_plans_fit_the_multiprocessor(group_size, zero_point):
+def test_plans_fit_the_multiprocessor(group_size, zero_point, batch_invariant):
     for m in (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 4096):
         for n, k in SHAPES:
             units = (-(-n // 64), -(-k // 128), unit_words(group_size, zero_point != "symmetric"))
-            plan = hopper_plan.plan(m, n, units, zero_point, torch.float16, False, PROCESSORS)
+            plan = hopper_plan.plan(
+                m, units, torch.float16, PROCESSORS, n, zero_point, batch_invariant=batch_invariant
+            )
             config, constants = plan.config, plan.constants
             memory = constants["STAGES"] * config.stage_bytes(plan.meta_rows)
             assert constants["STAGES"] >= 2
@@ -103,15 +111,25 @@ def test_plans_fit_the_multiprocessor(group_size, zero_point):
 
 
 def test_workspace_is_sized_by_the_division():
-    units = (64, 32, unit_words(128, False))
-    config = HopperConfig(rows=64, consumers=2, tile_m=16, stages=4)
-    plan = hopper_plan.plan(9, 4096, units, "symmetric", torch.float16, False, 132, config)
+    plan = make_plan(HopperConfig(rows=64, consumers=2, tile_m=16, stages=4))
     assert plan.division.divided == 32
     assert plan.counter_count == 32 * 2
     assert plan.partial_size == 2 * plan.division.blocks * 128 * 16
-    whole = HopperConfig(rows=64, consumers=2, tile_m=16, stages=4, stream_k=False)
-    plan = hopper_plan.plan(9, 4096, units, "symmetric", torch.float16, False, 132, whole)
+    plan = make_plan(HopperConfig(rows=64, consumers=2, tile_m=16, stages=4, stream_k=False))
     assert plan.partial_size == plan.counter_count == 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_batch_invariant_plans_add_up_in_one_order(shape):
+    """The order is that of the steps of a tile, with the scale on fragments, for every m."""
+    units = (-(-shape[0] // 64), -(-shape[1] // 128), unit_words(128, False))
+    for m in (1, 8, 9, 33, 64, 65, 129, 300, 5000):
+        config = hopper_config(m, units, PROCESSORS, True)
+        division = hopper_plan.divide(config, m, *units[:2], PROCESSORS)
+        assert division.divided == 0
+        assert not config.sum_scale
+        assert config.tile_m >= min(m, 128)
+        assert triton_config(m, torch.empty(units, device="meta"), PROCESSORS, True).split == 1
 
 
 def test_heuristics_cover_every_size():

@@ -85,7 +85,7 @@ def test_padding_adds_nothing():
     assert not back[2][:, 5:].any()
 
 
-def packed_for_gpu(codes, scales, zeros, offsets, g_idx, group_size):
+def packed_for_gpu(codes, scales, zeros, offsets, g_idx, group_size, silu_mul=False):
     """What marlin.pack makes of CUDA tensors, on the CPU: the packing is plain torch."""
     n, k = codes.shape
     g_idx, perm = _act_order(g_idx, k, group_size, scales.shape[1])
@@ -93,12 +93,12 @@ def packed_for_gpu(codes, scales, zeros, offsets, g_idx, group_size):
     own = {"g_idx": g_idx, "perm": perm}
     own |= gpu.pack(
         stored, scales, zeros, offsets, group_size=group_size, dtype=torch.float16,
-        g_idx=g_idx if perm is None else None,
+        g_idx=g_idx if perm is None else None, silu_mul=silu_mul,
     )  # fmt: skip
     zero_point = "integer" if zeros is not None else "offset" if offsets is not None else None
     return PackedWeight(
         n=n, k=k, group_size=group_size, dtype=torch.float16, zero_point=zero_point or "symmetric",
-        **own,
+        silu_mul=silu_mul, **own,
     )  # fmt: skip
 
 
@@ -127,7 +127,36 @@ def test_gpu_weights_round_trip(order, zero_point):
 def test_float32_is_refused_on_a_gpu():
     codes, scales, _, _ = draw_matrix(64, 128, 1, "symmetric", torch.float32)
     with pytest.raises(KernelArgumentError, match="dtype"):
-        gpu.pack(codes, scales, None, None, group_size=128, dtype=torch.float32, g_idx=None)
+        gpu.pack(
+            codes, scales, None, None, group_size=128, dtype=torch.float32, g_idx=None,
+            silu_mul=False,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("zero_point", ["symmetric", "integer", "offset"])
+@pytest.mark.parametrize("order", ["plain", "act-order", "slice"])
+@pytest.mark.parametrize("n", [16, 26, 144])
+def test_gated_weights_round_trip(n, order, zero_point):
+    """Rows of gate and up are stored by turns and come back in order, whatever their number."""
+    rng = torch.Generator().manual_seed(2)
+    groups, g_idx = 3, None
+    if order == "act-order":
+        g_idx = (torch.arange(192) // 64)[torch.randperm(192, generator=rng)]
+    elif order == "slice":
+        g_idx = torch.randint(0, 3, (192,), generator=rng)
+    matrix = draw_matrix(n, 192, groups, zero_point, torch.float16)
+    weight = packed_for_gpu(*matrix, g_idx, 64, silu_mul=True)
+    assert weight.outputs == n // 2
+    for got, expected in zip(gpu.unpack(weight), matrix, strict=True):
+        assert (got is None) == (expected is None)
+        assert expected is None or torch.equal(got, expected)
+
+
+def test_gate_and_up_rows_stand_side_by_side():
+    rows = torch.arange(40).view(40, 1)
+    stored = gpu.interleave(rows).flatten().tolist()
+    assert stored[:16] == [*range(8), *range(20, 28)]
+    assert stored[32:] == [16, 17, 18, 19, 0, 0, 0, 0, 36, 37, 38, 39, 0, 0, 0, 0]
 
 
 def test_rows_for_tma():

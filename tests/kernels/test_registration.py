@@ -41,6 +41,10 @@ def calls():
         "w4a16_matmul act-order": (
             marlin.w4a16_matmul, (draw(3, 64), packed(torch.float32, g_idx=permutation)), {},
         ),
+        "w4a16_matmul epilogues": (
+            marlin.w4a16_matmul, (draw(3, 64), packed(torch.float32, silu_mul=True), draw(64)),
+            {"residual": draw(3, 32), "batch_invariant": True},
+        ),
         "w4a16_matmul no rows": (marlin.w4a16_matmul, (draw(0, 64), packed(torch.float32)), {}),
         "write_kv": (pa.write_kv, (key, key, cache[0, 0].clone(), cache[0, 1].clone(),
                                    step.slot_mapping), {}),

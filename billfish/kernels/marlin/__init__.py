@@ -5,6 +5,7 @@ y = marlin.w4a16_matmul(x, weight)
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -15,54 +16,62 @@ from billfish.kernels.marlin.weight import GROUP_SIZES, PackedWeight, pack
 __all__ = ["GROUP_SIZES", "PackedWeight", "pack", "w4a16_matmul"]
 
 
-def _fake(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    offsets: Tensor | None,
-    g_idx: Tensor | None,
-    perm: Tensor | None,
-    bias: Tensor | None,
-    n: int,
-    group_size: int,
-    layout: str,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], n))
+def _fake(x: Tensor, outputs: int, *_: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], outputs))
 
 
 _w4a16_matmul: Callable[..., Tensor] = register(
-    "w4a16_matmul(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? offsets, "
-    "Tensor? g_idx, Tensor? perm, Tensor? bias, int n, int group_size, str layout) -> Tensor",
+    "w4a16_matmul(Tensor x, int outputs, Tensor[] weight, str layout, int group_size, "
+    "Tensor? g_idx, Tensor? perm, Tensor? bias, Tensor? residual, bool silu_mul, "
+    "bool batch_invariant) -> Tensor",
     fake=_fake,
     cpu=cpu.w4a16_matmul,
     gpu="billfish.kernels.marlin.gpu",
 )
 
 
-def w4a16_matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """y = x @ W.T + bias, with the INT4 weight dequantized on the way.
+def w4a16_matmul(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """y = x @ W.T + bias + residual, with the INT4 weight dequantized on the way.
 
-    x: [..., K] in weight.dtype, any strides, any number of rows including none. bias: [N] in the
-    same dtype. Returns a contiguous [..., N] in the same dtype; sums are in float32.
+    With a weight packed with `silu_mul`, y = silu(gate) * up + residual, where gate and up are the
+    halves of x @ W.T + bias. N below is weight.outputs.
 
-    Raises KernelArgumentError: dtype, device or shape of x or bias does not fit the weight.
-    The kernels on a GPU follow Marlin (Frantar et al., 2024, arXiv:2408.11743).
+    x: [..., K] in weight.dtype, any strides, any number of rows including none. bias: [weight.n],
+    residual: [..., N], in the same dtype. Returns a contiguous [..., N] in the same dtype; sums and
+    epilogues are in float32 on a GPU and rounded once; on a CPU each step is rounded.
+
+    batch_invariant: a row's result does not depend, bit for bit, on how many other rows the call
+    has. It costs time: see docs/w4a16.md.
+
+    Raises KernelArgumentError: dtype, device or shape of x, bias or residual does not fit the
+    weight. The kernels on a GPU follow Marlin (Frantar et al., 2024, arXiv:2408.11743).
     """
     if x.dtype != weight.dtype:
         raise bad_argument("x", x.dtype, f"the weight's activation dtype, {weight.dtype}")
     check_no_grad("x", x)
     if x.dim() == 0 or x.shape[-1] != weight.k:
         raise bad_argument("x", tuple(x.shape), f"[..., {weight.k}]")
-    codes = weight.codes
-    if x.device != codes.device:
-        raise bad_argument("x", x.device, f"the weight's device, {codes.device}")
-    if bias is not None and (
-        bias.shape != (weight.n,) or bias.dtype != x.dtype or bias.device != x.device
-    ):
-        got = f"{bias.dtype} {tuple(bias.shape)} on {bias.device}"
-        raise bad_argument("bias", got, f"{x.dtype} [{weight.n}] on {x.device}")
+    if x.device != weight.device:
+        raise bad_argument("x", x.device, f"the weight's device, {weight.device}")
+    if bias is not None:
+        _check_added("bias", bias, (weight.n,), x)
+    if residual is not None:
+        check_no_grad("residual", residual)
+        _check_added("residual", residual, (*x.shape[:-1], weight.outputs), x)
     return _w4a16_matmul(
-        x, codes, weight.scales, weight.zeros, weight.offsets, weight.g_idx, weight.perm, bias,
-        weight.n, weight.group_size, weight.layout,
+        x, weight.outputs, weight.tensors, weight.layout, weight.group_size, weight.g_idx,
+        weight.perm, bias, residual, weight.silu_mul, batch_invariant,
     )  # fmt: skip
+
+
+def _check_added(name: str, added: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
+    if added.shape != shape or added.dtype != x.dtype or added.device != x.device:
+        got = f"{added.dtype} {tuple(added.shape)} on {added.device}"
+        raise bad_argument(name, got, f"{x.dtype} {list(shape)} on {x.device}")

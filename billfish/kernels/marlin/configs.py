@@ -1,8 +1,24 @@
-"""How the GEMM kernels are tiled, and which tiling a problem gets."""
+"""What the GEMM kernels are asked for, how they are tiled, and which tiling a problem gets."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
+
+
+class Product(NamedTuple):
+    """What a kernel computes besides X [M, K] times units of `zero_point`: its epilogue.
+
+    Y [M, outputs] = act(X W^T + bias) + residual. With `silu_mul`, act is silu(gate) * up of rows
+    stored by turns (gpu.interleave), else nothing. bias: a value a row of W, in the order gate, up;
+    residual: contiguous [M, outputs].
+    """
+
+    outputs: int
+    zero_point: str = "symmetric"
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    silu_mul: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +70,33 @@ class TritonConfig:
     stages: int
 
 
-def hopper_config(m: int, units: tuple[int, int, int], processors: int) -> HopperConfig:
-    """The configuration for m tokens, by what was fastest on an H200 (132 multiprocessors).
+def hopper_config(
+    m: int, units: tuple[int, ...], processors: int, batch_invariant: bool = False
+) -> HopperConfig:
+    """The configuration for m tokens and units of shape (blocks, steps, words).
+
+    With `batch_invariant`, one that adds the products of a row up in an order that does not depend
+    on m: tiles are not shared, and the scale always goes to the fragments.
+    """
+    if batch_invariant:
+        return _invariant(m, _default(m, units, processors))
+    return _default(m, units, processors)
+
+
+def _invariant(m: int, config: HopperConfig) -> HopperConfig:
+    if m > 32:
+        return replace(
+            config, rows=64, consumers=2, stages=min(config.stages, 4), stream_k=False,
+            sum_scale=False, carry=config.tile_m < 256,
+        )  # fmt: skip
+    return HopperConfig(
+        rows=64, consumers=1, tile_m=config.tile_m, stages=6, blocks_per_sm=3, grid_per_sm=3,
+        stream_k=False, sum_scale=False,
+    )  # fmt: skip
+
+
+def _default(m: int, units: tuple[int, ...], processors: int) -> HopperConfig:
+    """What was fastest on an H200 (132 multiprocessors).
 
     Below 64 tokens reading weights is the work, so the bytes a multiprocessor reads decide: small
     shares cannot hide the start and the end of a tile, so one block a multiprocessor runs and the
@@ -88,13 +129,18 @@ def hopper_config(m: int, units: tuple[int, int, int], processors: int) -> Hoppe
     )
 
 
-def triton_config(m: int, units: Tensor, processors: int) -> TritonConfig:
-    """The portable kernel's configuration for m tokens."""
+def triton_config(
+    m: int, units: Tensor, processors: int, batch_invariant: bool = False
+) -> TritonConfig:
+    """The portable kernel's configuration for m tokens.
+
+    With `batch_invariant` columns are not split: what is split depends on m.
+    """
     blocks, steps, _ = units.shape
     tile_m = next((t for t in (16, 32) if m <= t), 64)
     rows = 128 if blocks > processors else 64
     tiles = -(-blocks * 64 // rows) * -(-m // tile_m)
     split = 1
-    while tiles * split < 2 * processors and split * 8 <= steps:
+    while not batch_invariant and tiles * split < 2 * processors and split * 8 <= steps:
         split *= 2
     return TritonConfig(rows=rows, tile_m=tile_m, split=split, stages=4 if tile_m <= 32 else 3)

@@ -5,20 +5,21 @@ codes[b, k, j] holds row b * B + j in its low nibble and row b * B + B / 2 + j i
 Rows are the contiguous dimension, so scales broadcast over whole vectors. Rows are padded to whole
 blocks.
 
-    int4pack  torch's own packing, flat, B = 64 with AVX-512; scales [G, N', 2] hold scale and
-              shift, as the operation wants them.
-    nibble    codes [blocks, K, B / 2] with B as large as the cache likes; scales [G, N'] and, in
-              offsets, shift [G, N'] unless symmetric.
+    int4pack  torch's own packing, flat, B = 64 with AVX-512; then [G, N', 2], scale and shift, as
+              the operation wants them.
+    nibble    codes [blocks, K, B / 2] with B as large as the cache likes; then scale [G, N'] and,
+              unless symmetric, shift [G, N'].
 
 W = scale * (code - 8) + shift.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, silu
 
 from billfish.kernels._library import bad_argument
 
@@ -73,10 +74,12 @@ def pack(
     group_size: int,
     dtype: torch.dtype,
     g_idx: Tensor | None,
+    silu_mul: bool,
 ) -> dict[str, Any]:
     """The fields of a PackedWeight that belong to the layout.
 
     codes are in stored order; g_idx is given where that order does not make groups contiguous.
+    Rows stay in their order with `silu_mul` too.
     """
     n, k = codes.shape
     group = _int4_group(k, group_size)
@@ -96,10 +99,11 @@ def pack(
         pairs = torch.stack((scale, torch.zeros_like(scale) if shift is None else shift), -1)
         if group_size == -1:
             pairs = pairs.repeat_interleave(k // group, 0)
-        return {"layout": "int4pack", "codes": packed, "scales": pairs, "zeros": zeros}
+        return {"layout": "int4pack", "tensors": (packed, pairs), "zeros": zeros}
     low, high = codes.view(-1, block, k).transpose(1, 2).contiguous().chunk(2, dim=2)
     packed = low | (high << 4)
-    return {"layout": "nibble", "codes": packed, "scales": scale, "offsets": shift, "zeros": zeros}
+    tensors = (packed, scale) if shift is None else (packed, scale, shift)
+    return {"layout": "nibble", "tensors": tensors, "zeros": zeros}
 
 
 def _int4_group(k: int, group_size: int) -> int:
@@ -133,12 +137,12 @@ def _blocks(codes: Tensor, k: int, layout: str) -> Tensor:
 def unpack(weight: "PackedWeight") -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """See PackedWeight.unpack."""
     n = weight.n
-    blocks = _blocks(weight.codes, weight.k, weight.layout)
+    blocks = _blocks(weight.tensors[0], weight.k, weight.layout)
     stored = torch.cat((blocks & 15, blocks >> 4), dim=2).transpose(1, 2).reshape(-1, weight.k)
     codes = stored[:n].contiguous()
     if weight.perm is not None:
         codes = torch.empty_like(codes).index_copy_(1, weight.perm, codes)
-    scale, shift = _scale_and_shift(weight.scales, weight.offsets, weight.layout)
+    scale, shift = _scale_and_shift(weight.tensors, weight.layout)
     if weight.group_size == -1 and weight.g_idx is None:
         scale, shift = scale[:1], None if shift is None else shift[:1]
     offsets = None
@@ -148,13 +152,11 @@ def unpack(weight: "PackedWeight") -> tuple[Tensor, Tensor, Tensor | None, Tenso
     return codes, scale.T[:n].contiguous(), weight.zeros, offsets
 
 
-def _scale_and_shift(
-    scales: Tensor, offsets: Tensor | None, layout: str
-) -> tuple[Tensor, Tensor | None]:
+def _scale_and_shift(tensors: Sequence[Tensor], layout: str) -> tuple[Tensor, Tensor | None]:
     """Both [G, N']."""
     if layout == "nibble":
-        return scales, offsets
-    scale, shift = scales.unbind(-1)
+        return tensors[1], tensors[2] if len(tensors) > 2 else None
+    scale, shift = tensors[1].unbind(-1)
     return scale.contiguous(), shift.contiguous()
 
 
@@ -195,48 +197,61 @@ def _int4_is_faster(rows: int) -> bool:
 
 def w4a16_matmul(
     x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    offsets: Tensor | None,
+    outputs: int,
+    weight: Sequence[Tensor],
+    layout: str,
+    group_size: int,
     g_idx: Tensor | None,
     perm: Tensor | None,
     bias: Tensor | None,
-    n: int,
-    group_size: int,
-    layout: str,
+    residual: Tensor | None,
+    silu_mul: bool,
+    batch_invariant: bool,
 ) -> Tensor:
-    """The operation on CPU layouts. `zeros` are part of the shift already."""
+    """The operation on CPU layouts."""
     k = x.shape[-1]
     rows = x.reshape(-1, k)
     if perm is not None:
         rows, g_idx = rows.index_select(1, perm), None
     if layout == "int4pack":
-        group_size = k // scales.shape[0]
+        group_size = k // weight[1].shape[0]
     elif group_size == -1:
         group_size = k
-    if layout == "int4pack" and _int4_is_faster(rows.shape[0]):
+    if layout == "int4pack" and (batch_invariant or _int4_is_faster(rows.shape[0])):
         y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            rows.contiguous(), codes, group_size, scales
+            rows.contiguous(), weight[0], group_size, weight[1]
         )
     else:
-        scale, shift = _scale_and_shift(scales, offsets, layout)
+        scale, shift = _scale_and_shift(weight, layout)
         y = _dequantize_and_multiply(
-            rows, _blocks(codes, k, layout), scale, shift, group_size, g_idx
+            rows, _blocks(weight[0], k, layout), scale, shift, group_size, g_idx, batch_invariant
         )
+    n = 2 * outputs if silu_mul else outputs
     y = y if y.shape[1] == n else y[:, :n].contiguous()
     if bias is not None:
         y += bias
-    return y.view(*x.shape[:-1], n)
+    if silu_mul:
+        y = _silu_mul(y)
+    if residual is not None:
+        y += residual.reshape(-1, outputs)
+    return y.view(*x.shape[:-1], outputs)
+
+
+def _silu_mul(y: Tensor) -> Tensor:
+    """silu(gate) * up of y [M, gate and up], in float32."""
+    gate, up = y.chunk(2, dim=1)
+    wide = gate.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    return silu(wide, inplace=True).mul_(up).to(y.dtype)
 
 
 def _dequantize_and_multiply(
     x: Tensor, blocks: Tensor, scale: Tensor, shift: Tensor | None, group_size: int,
-    g_idx: Tensor | None,
+    g_idx: Tensor | None, batch_invariant: bool,
 ) -> Tensor:  # fmt: skip
     """x [M, K] times the weight, a run of blocks at a time. float16 is computed in float32:
 
-    torch converts to and multiplies in float16 many times slower.
+    torch converts to and multiplies in float16 many times slower. A matrix product of torch rounds
+    in an order that depends on its shape, so with `batch_invariant` every row is one of its own.
     """
     dtype = x.dtype
     if dtype == torch.float16:
@@ -244,11 +259,16 @@ def _dequantize_and_multiply(
     count, k, half = blocks.shape
     run = max(1, _RUN_ELEMENTS // (2 * half * k))
     out = torch.empty((x.shape[0], scale.shape[1]), dtype=x.dtype)
+    alone = torch.empty((1, k), dtype=x.dtype)  # one address: the order may depend on it too
     for first in range(0, count, run):
         here = slice(first * 2 * half, (first + run) * 2 * half)
         weight = _dequantize(
             blocks[first : first + run], scale[:, here],
             None if shift is None else shift[:, here], group_size, g_idx,
         )  # fmt: skip
-        torch.mm(x, weight, out=out[:, here])
+        if batch_invariant:
+            for row, row_out in zip(x.split(1), out[:, here].split(1), strict=True):
+                torch.mm(alone.copy_(row), weight, out=row_out)
+        else:
+            torch.mm(x, weight, out=out[:, here])
     return out.to(dtype)

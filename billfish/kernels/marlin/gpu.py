@@ -6,9 +6,13 @@ Layouts are named after what a unit holds and how columns are ordered:
     sliced-symmetric, sliced-integer, sliced-offset   groups of unequal size (a slice of an
               act-order matrix): each is padded to slices of 16 columns; `perm` [K'] says which
               column of X a stored column takes, K (one past the last) for padding
+
+Rows of a weight for silu(gate) * up are stored eight of the gate and eight of up by turns: a thread
+whose fragment holds row r of 16 holds row r + 8 too, so it has both factors of an output.
 """
 
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +21,7 @@ from torch import Tensor
 
 from billfish.errors import KernelArgumentError
 from billfish.kernels._library import bad_argument
-from billfish.kernels.marlin.configs import triton_config
+from billfish.kernels.marlin.configs import Product, triton_config
 from billfish.kernels.marlin.packing import pack_units, unpack_units
 from billfish.kernels.marlin.workspace import processor_count
 
@@ -38,6 +42,7 @@ def pack(
     group_size: int,
     dtype: torch.dtype,
     g_idx: Tensor | None,
+    silu_mul: bool,
 ) -> dict[str, Any]:
     """The fields of a PackedWeight that belong to the layout.
 
@@ -47,7 +52,10 @@ def pack(
         raise bad_argument("dtype", dtype, "bfloat16 or float16 on a GPU")
     zero_point = "integer" if zeros is not None else "offset" if offsets is not None else None
     zeros = offsets if zeros is None else zeros
-    fields: dict[str, Any] = {"scales": scales.new_empty(0, dtype=dtype)}
+    if silu_mul:
+        codes, scales = interleave(codes), interleave(scales)
+        zeros = None if zeros is None else interleave(zeros)
+    fields: dict[str, Any] = {}
     kind = "units"
     if g_idx is not None:
         kind = "sliced"
@@ -57,8 +65,21 @@ def pack(
         zeros = None if zeros is None else zeros.index_select(1, group)
         group_size = _SLICE
     fields["layout"] = f"{kind}-{zero_point or 'symmetric'}"
-    fields["codes"] = pack_units(codes, scales, zeros, group_size, dtype)
+    fields["tensors"] = (pack_units(codes, scales, zeros, group_size, dtype),)
     return fields
+
+
+def interleave(rows: Tensor) -> Tensor:
+    """Rows of gate and then of up [2 I, ...] by turns, eight of each, I padded with zeros."""
+    parts = rows.view(2, -1, rows.shape[1])
+    parts = torch.nn.functional.pad(parts, (0, 0, 0, -parts.shape[1] % 8))
+    return parts.view(2, -1, 8, rows.shape[1]).transpose(0, 1).reshape(-1, rows.shape[1])
+
+
+def part(rows: Tensor, n: int) -> Tensor:
+    """The inverse of `interleave`, [n, ...]."""
+    parts = rows.view(-1, 2, 8, rows.shape[1]).transpose(0, 1).reshape(2, -1, rows.shape[1])
+    return parts[:, : n // 2].reshape(n, -1)
 
 
 def _slices(g_idx: Tensor, groups: int) -> tuple[Tensor, Tensor]:
@@ -84,9 +105,13 @@ def unpack(weight: "PackedWeight") -> tuple[Tensor, Tensor, Tensor | None, Tenso
     k = weight.k if weight.perm is None else weight.perm.numel()
     group_size = _SLICE if sliced else weight.group_size
     has_zeros = zero_point != "symmetric"
+    n = weight.n if not weight.silu_mul else 2 * (-(-weight.n // 16) * 8)
     stored, scales, zeros = unpack_units(
-        weight.codes, weight.n, k, group_size, has_zeros, weight.dtype
+        weight.tensors[0], n, k, group_size, has_zeros, weight.dtype
     )
+    if weight.silu_mul:
+        stored, scales = part(stored, weight.n), part(scales, weight.n)
+        zeros = None if zeros is None else part(zeros, weight.n)
     codes = stored
     if weight.perm is not None:
         live = weight.perm < weight.k
@@ -117,18 +142,18 @@ def _group_count(weight: "PackedWeight") -> int:
 
 def w4a16_matmul(
     x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    offsets: Tensor | None,
+    outputs: int,
+    weight: Sequence[Tensor],
+    layout: str,
+    group_size: int,
     g_idx: Tensor | None,
     perm: Tensor | None,
     bias: Tensor | None,
-    n: int,
-    group_size: int,
-    layout: str,
+    residual: Tensor | None,
+    silu_mul: bool,
+    batch_invariant: bool,
 ) -> Tensor:
-    """The operation on a CUDA device. Everything about the weight is in `codes`, the units."""
+    """The operation on a CUDA device. Everything about the weight is in `weight[0]`, the units."""
     rows = x.reshape(-1, x.shape[-1])
     if perm is not None:
         if layout.startswith("sliced"):
@@ -137,29 +162,31 @@ def w4a16_matmul(
     if rows.shape[0] > MAX_ROWS:
         raise bad_argument("x", tuple(x.shape), f"at most {MAX_ROWS} rows")
     if rows.shape[0] == 0:
-        return x.new_empty((*x.shape[:-1], n))
-    zero_point = layout.partition("-")[2]
+        return x.new_empty((*x.shape[:-1], outputs))
     bias = None if bias is None else bias.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    product = Product(outputs, layout.partition("-")[2], bias, residual, silu_mul)
     if x.device.index == torch.cuda.current_device():
-        y = multiply(rows, codes, n, bias, zero_point)
+        y = multiply(rows, weight[0], product, batch_invariant)
     else:
         with torch.cuda.device(x.device):
-            y = multiply(rows, codes, n, bias, zero_point)
-    return y.view(*x.shape[:-1], n)
+            y = multiply(rows, weight[0], product, batch_invariant)
+    return y.view(*x.shape[:-1], outputs)
 
 
-def multiply(x: Tensor, units: Tensor, n: int, bias: Tensor | None, zero_point: str) -> Tensor:
-    """Y [M, n] = X [M, K] W^T + bias on the current device, by the kernel for it."""
-    m = x.shape[0]
+def multiply(x: Tensor, units: Tensor, product: Product, batch_invariant: bool = False) -> Tensor:
+    """Y [M, outputs] of X [M, K] on the current device, by the kernel for it."""
     if _runs_hopper_kernel(x.device):
         from billfish.kernels.marlin import hopper_launch
 
-        return hopper_launch.launch(aligned_rows(x), units, n, bias, zero_point)
+        return hopper_launch.launch(
+            aligned_rows(x), units, product, batch_invariant=batch_invariant
+        )
     from billfish.kernels.marlin import triton_gemm
 
-    tiling = triton_config(m, units, processor_count(x.device))
+    tiling = triton_config(x.shape[0], units, processor_count(x.device), batch_invariant)
     x = x if x.stride(1) == 1 else x.contiguous()
-    return triton_gemm.launch(x, units, n, bias, tiling, zero_point)
+    return triton_gemm.launch(x, units, product, tiling)
 
 
 @cache

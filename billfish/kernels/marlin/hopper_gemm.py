@@ -1,4 +1,4 @@
-"""W4A16 matrix product for Hopper (sm_90a) in Gluon: Y[M, N] = X[M, K] W[N, K]^T + bias.
+"""W4A16 matrix product for Hopper (sm_90a) in Gluon: Y[M, N] = X[M, K] W[N, K]^T.
 
 A block computes tiles of `ROWS * CONSUMERS` rows of W times `TILE_M` tokens, in the transposed
 orientation of Machete: W is the A operand of wgmma, which may live in registers, so dequantized
@@ -15,7 +15,8 @@ weights never touch shared memory; X is the B operand. The techniques, each a co
   ordinary kernel may: this one starts when it has ended).
 - Grouped raster (`GROUP_M`): tiles that run at the same time share rows of W and X in L2.
 
-The scale is applied to fp32 sums of one group (`SUM_SCALE`, groups of 128) or to the fragments.
+A bias, a gated activation and a residual may follow, on the fp32 sums (configs.Product). The scale
+is applied to fp32 sums of one group (`SUM_SCALE`, groups of 128) or to the fragments.
 """
 
 from triton.experimental import gluon
@@ -303,13 +304,13 @@ def _sum_carried(c: gl.constexpr, queue, run, stage, phase, how):
     do_not_specialize=["M", "steps", "tiles_n", "tiles_m", "whole", "share", "extra"],
 )
 def w4a16_hopper(
-    code_desc, meta_desc, x_desc, y_ptr, bias_ptr, partial_ptr, count_ptr,
+    code_desc, meta_desc, x_desc, y_ptr, bias_ptr, residual_ptr, partial_ptr, count_ptr,
     M, N, steps, tiles_n, tiles_m, whole, share, extra,
     ROWS: gl.constexpr, CONSUMERS: gl.constexpr, TILE_M: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr, ZEROS: gl.constexpr, SUM_SCALE: gl.constexpr, OVERLAP: gl.constexpr,
-    CARRY: gl.constexpr,
-    PDL: gl.constexpr, GROUP_M: gl.constexpr, HAS_BIAS: gl.constexpr, ASM: gl.constexpr,
-    REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    CARRY: gl.constexpr, PDL: gl.constexpr, GROUP_M: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, SILU_MUL: gl.constexpr, ASM: gl.constexpr, REGS: gl.constexpr,
+    PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     """The kernel; its launcher is hopper_launch.launch, its arguments are explained there."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
@@ -333,7 +334,10 @@ def w4a16_hopper(
     work = Schedule(
         gl.program_id(0), gl.num_programs(0), steps, tiles_n, tiles_m, whole, share, extra, GROUP_M
     )
-    out = Output(y_ptr, bias_ptr, partial_ptr, count_ptr, M, N, ROWS, CONSUMERS, HAS_BIAS)
+    out = Output(
+        y_ptr, bias_ptr, residual_ptr, partial_ptr, count_ptr, M, N, ROWS, CONSUMERS, HAS_BIAS,
+        HAS_RESIDUAL, SILU_MUL,
+    )  # fmt: skip
     how = Method(ROWS, ACC, GROUPS, ZEROS, SUM_SCALE, OVERLAP, CARRY, PDL, ASM, REGS)
     if CONSUMERS == 1:
         gl.warp_specialize([

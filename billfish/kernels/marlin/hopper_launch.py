@@ -12,8 +12,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from billfish.kernels.gluon_compat import DirectLaunch
-from billfish.kernels.marlin.configs import HopperConfig
+from billfish.kernels.cuda_driver import MAP_BYTES, CannotPrepare, Chunk, PreparedLaunch
+from billfish.kernels.gluon_compat import launch_is_watched, tensor_map
+from billfish.kernels.marlin.configs import HopperConfig, Product
 from billfish.kernels.marlin.hopper_gemm import w4a16_hopper
 from billfish.kernels.marlin.hopper_plan import Plan, plan
 from billfish.kernels.marlin.packing import CODE_WORDS, UNIT_K
@@ -40,6 +41,12 @@ def descriptors(plan: Plan, x: Tensor, units: Tensor) -> tuple[TensorDescriptor,
     )
 
 
+FIELDS = (*(MAP_BYTES, 4, 4, 4, 4, 8, 8, 8, 8) * 2, MAP_BYTES, 4, 4, 8, 8, *(8,) * 5, *(4,) * 8)
+"""Sizes of the kernel's parameters: three tensor maps, each with its shape and strides, addresses
+(the first is number _ADDRESSES) and numbers."""
+_META, _X, _ADDRESSES, _NUMBERS = 9, 18, 23, 28
+
+
 class _Launcher:
     """A compiled kernel, and what its launches share: the tensor maps of weights and activations.
 
@@ -49,67 +56,103 @@ class _Launcher:
 
     _KEPT = 4096
 
-    def __init__(self, kernel: Any, plan: Plan) -> None:
-        self._launch = DirectLaunch(kernel)
-        self._constants = tuple(plan.constants.values())
-        self._weights: dict[Any, list[Any]] = {}
-        self._activations: dict[Any, list[Any]] = {}
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._launch = PreparedLaunch(kernel, FIELDS)
+        self._weights: dict[Any, tuple[Chunk, Chunk]] = {}
+        self._activations: dict[Any, Chunk] = {}
+        self._numbers: dict[Any, Chunk] = {}
 
-    def __call__(self, p: Plan, x: Tensor, units: Tensor, memory: tuple[Tensor, ...]) -> None:
+    def __call__(self, p: Plan, x: Tensor, units: Tensor, addresses: tuple[int, ...]) -> None:
         address = units.data_ptr()
-        weights = self._weights.get((address, p.units))
-        if weights is None:
-            weights = self._weight_maps(p, address)
-        key = (x.data_ptr(), x.shape, x.stride(0))
-        activations = self._activations.get(key)
-        if activations is None:
-            if len(self._activations) >= self._KEPT:
-                self._activations.clear()
-            activations = self._launch.tensor_map(2, key[0], list(x.shape), [key[2], 1])
-            self._activations[key] = activations
+        weights = self._weights.get((address, p.units)) or self._weight_maps(p, address)
+        key = (x.data_ptr(), p.m, x.stride(0))
+        activations = self._activations.get(key) or self._x_map(key, x)
+        numbers = self._numbers.get(p.numbers) or self._keep(
+            self._numbers, p.numbers, self._launch.chunk(_NUMBERS, p.numbers)
+        )
+        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
         self._launch(
-            p.division.blocks, [*weights, *activations, *memory, *p.numbers, *self._constants]
+            p.division.blocks, stream, (*weights, activations, numbers), _ADDRESSES, addresses
         )
 
-    def _weight_maps(self, p: Plan, address: int) -> list[Any]:
-        if len(self._weights) >= self._KEPT:
-            self._weights.clear()
+    def _keep(self, where: dict[Any, Any], key: Any, value: Any) -> Any:
+        if len(where) >= self._KEPT:
+            where.clear()
+        where[key] = value
+        return value
+
+    def _map(self, index: int, field: int, address: int, shape: Any, strides: Any) -> Chunk:
+        encoded = tensor_map(self._kernel, index, address, shape, strides)
+        return self._launch.chunk(field, [encoded, *shape, *strides])
+
+    def _weight_maps(self, p: Plan, address: int) -> Any:
         (codes, _), (meta, _) = p.weight_shapes
-        maps = self._launch.tensor_map(0, address, codes, p.weight_strides)
-        maps += self._launch.tensor_map(1, address + 4 * CODE_WORDS, meta, p.weight_strides)
-        self._weights[address, p.units] = maps
-        return maps
+        maps = (
+            self._map(0, 0, address, codes, p.weight_strides),
+            self._map(1, _META, address + 4 * CODE_WORDS, meta, p.weight_strides),
+        )
+        return self._keep(self._weights, (address, p.units), maps)
+
+    def _x_map(self, key: Any, x: Tensor) -> Any:
+        chunk = self._map(2, _X, key[0], list(x.shape), [key[2], 1])
+        return self._keep(self._activations, key, chunk)
 
 
-_launchers: dict[tuple[Any, ...], _Launcher] = {}
+_launchers: dict[tuple[Any, ...], _Launcher | None] = {}
+"""By kernel and device; None where the kernel has to be launched by Triton."""
 
 
 def launch(
     x: Tensor,
     units: Tensor,
-    n: int,
-    bias: Tensor | None,
-    zero_point: str,
+    product: Product,
     config: HopperConfig | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> Tensor:
-    """Y [M, n] = X [M, K] W^T + bias on the current stream. x: as `descriptors` wants it."""
+    """Y [M, outputs] of X [M, K] on the current stream. x: as `descriptors` wants it.
+
+    config: instead of that which is chosen for the shape.
+    """
     device = x.device
-    shape: Any = tuple(units.shape)
+    outputs, zero_point, bias, residual, silu_mul = product
     p = plan(
-        x.shape[0], n, shape, zero_point, x.dtype, bias is not None, processor_count(device), config
-    )
-    y = torch.empty((p.m, n), dtype=x.dtype, device=device)
+        x.shape[0], units.shape, x.dtype, processor_count(device), outputs, zero_point,
+        epilogue=(bias is not None, residual is not None, silu_mul),
+        batch_invariant=batch_invariant, config=config,
+    )  # fmt: skip
+    y = torch.empty((p.m, outputs), dtype=x.dtype, device=device)
     partial, counters = y, units  # never touched where no tile is divided
     if p.partial_size:
         partial = torch.empty(p.partial_size, dtype=torch.float32, device=device)
         counters = zeroed_counters(device, p.counter_count)
-    memory = (y, y if bias is None else bias, partial, counters)
-    key = (p.kernel_key, memory[1].data_ptr() % 16, device.index)
-    launcher = _launchers.get(key)
-    if launcher is not None:
-        launcher(p, x, units, memory)
+    bias = y if bias is None else _aligned(bias)
+    residual = y if residual is None else _aligned(residual)
+    launcher = p.launchers.get(device.index)
+    if launcher is None or launch_is_watched():
+        _launch_by_triton(p, x, units, (y, bias, residual, partial, counters))
     else:
-        arguments = (*descriptors(p, x, units), *memory, *p.numbers)
-        kernel = w4a16_hopper[(p.division.blocks,)](*arguments, **p.constants, **p.options)
-        _launchers[key] = _Launcher(kernel, p)
+        addresses = (
+            y.data_ptr(), bias.data_ptr(), residual.data_ptr(), partial.data_ptr(),
+            counters.data_ptr(),
+        )  # fmt: skip
+        launcher(p, x, units, addresses)
     return y
+
+
+def _aligned(added: Tensor) -> Tensor:
+    """A bias or a residual where a kernel may read 16 bytes at once."""
+    return added if added.data_ptr() % 16 == 0 else added.clone()
+
+
+def _launch_by_triton(p: Plan, x: Tensor, units: Tensor, memory: tuple[Tensor, ...]) -> None:
+    arguments = (*descriptors(p, x, units), *memory, *p.numbers)
+    kernel = w4a16_hopper[(p.division.blocks,)](*arguments, **p.constants, **p.options)
+    key = (p.kernel_key, x.device.index)
+    if key not in _launchers:
+        try:
+            _launchers[key] = _Launcher(kernel)
+        except CannotPrepare:
+            _launchers[key] = None
+    p.launchers[x.device.index] = _launchers[key]

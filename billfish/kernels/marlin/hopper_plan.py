@@ -65,17 +65,20 @@ def _mode(has_zeros: bool, zero_point: str, sum_scale: bool) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """All about a product that does not depend on addresses: X [m, K] times units for n rows.
+    """All about a product that does not depend on addresses: X [m, K] times units.
 
-    units: the shape of the units, (blocks, steps, words).
+    units: the shape of the units, (blocks, steps, words). outputs, zero_point, silu_mul: see
+    configs.Product.
     """
 
     m: int
-    n: int
-    units: tuple[int, int, int]
+    outputs: int
+    units: tuple[int, ...]
     zero_point: str
     dtype: torch.dtype
     has_bias: bool
+    has_residual: bool
+    silu_mul: bool
     processors: int
     config: HopperConfig
 
@@ -106,7 +109,7 @@ class Plan:
     def numbers(self) -> tuple[int, ...]:
         """The kernel's integer arguments."""
         d = self.division
-        return (self.m, self.n, d.steps, d.tiles_n, d.tiles_m, d.whole, d.share, d.extra)
+        return (self.m, self.outputs, d.steps, d.tiles_n, d.tiles_m, d.whole, d.share, d.extra)
 
     @cached_property
     def constants(self) -> dict[str, Any]:
@@ -129,6 +132,8 @@ class Plan:
             "PDL": config.pdl,
             "GROUP_M": 0 if self.division.tiles_m == 1 else config.group_m,
             "HAS_BIAS": self.has_bias,
+            "HAS_RESIDUAL": self.has_residual,
+            "SILU_MUL": self.silu_mul,
             "ASM": dequant.assembly("bf16" if self.dtype == torch.bfloat16 else "f16", mode),
             "REGS": dequant.constraints(mode),
             "PRODUCER_REGS": producer,
@@ -143,8 +148,13 @@ class Plan:
 
     @cached_property
     def kernel_key(self) -> tuple[Any, ...]:
-        """Plans with this in common run the same compiled kernel (n: Triton specializes on it)."""
-        return self.n, *self.constants.values(), self.dtype, self.config.blocks_per_sm
+        """Plans with this in common run the same kernel (Triton specializes on `outputs`)."""
+        return self.outputs, *self.constants.values(), self.dtype, self.config.blocks_per_sm
+
+    @cached_property
+    def launchers(self) -> dict[Any, Any]:
+        """What launches the kernel on each device: hopper_launch keeps it here."""
+        return {}
 
     @cached_property
     def weight_shapes(self) -> tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]]:
@@ -164,17 +174,22 @@ class Plan:
 @lru_cache(maxsize=4096)
 def plan(
     m: int,
-    n: int,
-    units: tuple[int, int, int],
-    zero_point: str,
+    units: tuple[int, ...],
     dtype: torch.dtype,
-    has_bias: bool,
     processors: int,
+    outputs: int,
+    zero_point: str = "symmetric",
+    *,
+    epilogue: tuple[bool, bool, bool] = (False, False, False),
+    batch_invariant: bool = False,
     config: HopperConfig | None = None,
 ) -> Plan:
-    """The plan of a product, with the configuration for its shape unless one is given."""
-    config = config or hopper_config(m, units, processors)
-    return Plan(m, n, units, zero_point, dtype, has_bias, processors, config)
+    """The plan of a product, with the configuration for its shape unless one is given.
+
+    epilogue: whether it has a bias and a residual, and whether it is silu(gate) * up.
+    """
+    config = config or hopper_config(m, units, processors, batch_invariant)
+    return Plan(m, outputs, units, zero_point, dtype, *epilogue, processors, config)
 
 
 def max_stages(config: HopperConfig, meta_rows: int) -> int:

@@ -93,10 +93,14 @@ class Schedule:
 
 @aggregate
 class Output:
-    """Where results go: y [M, N], the workspace of partial sums and the counters of arrivals."""
+    """Where results go and what is added to them; the workspace and the counters of arrivals.
+
+    y [M, N]; with SILU_MUL, W has 2 N rows, eight of the gate and eight of up by turns.
+    """
 
     y: gl.tensor
     bias: gl.tensor
+    residual: gl.tensor
     partial: gl.tensor
     arrived: gl.tensor
     M: gl.tensor
@@ -104,23 +108,57 @@ class Output:
     ROWS: gl.constexpr
     CONSUMERS: gl.constexpr
     HAS_BIAS: gl.constexpr
+    HAS_RESIDUAL: gl.constexpr
+    SILU_MUL: gl.constexpr
 
     @gluon.jit
     def store(self, acc, tile_m, row0):
-        """Store fp32 sums [ROWS, TILE_M] of rows row0 onwards as y's dtype, bias added."""
-        ACC: gl.constexpr = acc.type.layout
+        """Store fp32 sums [ROWS, TILE_M] of the rows from row0 on as y's dtype."""
         TILE_M: gl.constexpr = acc.shape[1]
         if self.HAS_BIAS:
-            n = row0 + gl.arange(0, self.ROWS, layout=gl.SliceLayout(1, ACC))
-            bias = gl.load(self.bias + n, mask=n < self.N, other=0.0)
-            acc += bias.to(gl.float32)[:, None]
-        LAYOUT: gl.constexpr = output_layout(self.ROWS)
-        y = gl.convert_layout(acc.to(self.y.dtype.element_ty), LAYOUT)
-        n = row0 + gl.arange(0, self.ROWS, layout=gl.SliceLayout(1, LAYOUT))
+            acc += self.bias_of(row0, gl.SliceLayout(1, acc.type.layout))[:, None]
+        if self.SILU_MUL:
+            acc = _silu_mul(acc)
+            row0 = row0 // 2
+        rows: gl.constexpr = acc.shape[0]
+        LAYOUT: gl.constexpr = output_layout(rows)
+        n = row0 + gl.arange(0, rows, layout=gl.SliceLayout(1, LAYOUT))
         m = gl.arange(0, TILE_M, layout=gl.SliceLayout(0, LAYOUT))
-        corner = self.y + (tile_m * TILE_M).to(gl.int64) * self.N
+        corner = (tile_m * TILE_M).to(gl.int64) * self.N
+        at = (m * self.N)[None, :] + n[:, None]
         live = (tile_m * TILE_M + m < self.M)[None, :] & (n < self.N)[:, None]
-        gl.store(corner + (m * self.N)[None, :] + n[:, None], y, mask=live)
+        if self.HAS_RESIDUAL:
+            residual = gl.load(self.residual + corner + at, mask=live, other=0.0)
+            # Its 16 bits change layout, not the 32 of the sums: half of the shared memory.
+            acc += gl.convert_layout(residual, acc.type.layout).to(gl.float32)
+        y = gl.convert_layout(acc.to(self.y.dtype.element_ty), LAYOUT)
+        gl.store(self.y + corner + at, y, mask=live)
+
+    @gluon.jit
+    def bias_of(self, row0, LAYOUT: gl.constexpr):
+        """The bias of rows row0 to row0 + ROWS, float32."""
+        row = row0 + gl.arange(0, self.ROWS, layout=LAYOUT)
+        if self.SILU_MUL:
+            n = row // 16 * 8 + row % 8
+            live = n < self.N
+            n = gl.where(row % 16 < 8, n, self.N + n)
+        else:
+            n = row
+            live = n < self.N
+        return gl.load(self.bias + n, mask=live, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def _silu_mul(acc):
+    """Sums of gate and up rows by turns [rows, tokens] -> silu(gate) * up [rows / 2, tokens].
+
+    A thread holds both factors: rows r and r + 8 of 16.
+    """
+    rows: gl.constexpr = acc.shape[0]
+    tokens: gl.constexpr = acc.shape[1]
+    pairs = acc.reshape([rows // 16, 2, 8, tokens]).permute([0, 2, 3, 1])
+    gate, up = gl.split(pairs)
+    return (gate / (1 + gl.exp(-gate)) * up).reshape([rows // 2, tokens])
 
 
 @gluon.jit

@@ -35,7 +35,21 @@ def dequantize(
     return scale * (codes.to(dtype) - zero)
 
 
-def w4a16_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., K] times the dequantized weight [N, K], plus bias [N]."""
+def w4a16_matmul(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    silu_mul: bool = False,
+) -> Tensor:
+    """x [..., K] times the dequantized weight [N, K], plus bias [N], and then the epilogues.
+
+    silu_mul: the rows are those of gate and then of up; y = silu(gate) * up [..., N / 2]. residual
+    is added last.
+    """
     y = x.to(weight.dtype) @ weight.T
-    return y if bias is None else y + bias.to(weight.dtype)
+    y = y if bias is None else y + bias.to(weight.dtype)
+    if silu_mul:
+        gate, up = y.chunk(2, dim=-1)
+        y = gate * torch.sigmoid(gate) * up
+    return y if residual is None else y + residual.to(weight.dtype)

@@ -1,4 +1,4 @@
-"""W4A16 matrix product in plain Triton, for sm_80 and newer: Y[M, N] = X[M, K] W[N, K]^T + bias.
+"""W4A16 matrix product in plain Triton, for sm_80 and newer: Y[M, N] = X[M, K] W[N, K]^T.
 
 It reads the same packed copy as the Hopper kernel. A program computes ROWS rows of W times TILE_M
 tokens over its share of K. W is the left operand of `tl.dot`: the packed order is that of its
@@ -7,6 +7,8 @@ pipeliner makes the loads asynchronous (`num_stages`).
 
 SPLIT programs share a tile's columns; each leaves fp32 partial sums, and the last to arrive adds
 them in order, so the result does not depend on who was last.
+
+A bias, a gated activation and a residual may follow (configs.Product).
 
 In Triton's interpreter (INTERPRET) arithmetic takes the place of the inline assembly.
 """
@@ -19,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from billfish.kernels.marlin import dequant
-from billfish.kernels.marlin.configs import TritonConfig
+from billfish.kernels.marlin.configs import Product, TritonConfig
 from billfish.kernels.marlin.packing import CODE_WORDS, UNIT_K, UNIT_N, stored_groups
 from billfish.kernels.marlin.workspace import zeroed_counters
 
@@ -79,15 +81,16 @@ def _per_column(values, GROUPS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def w4a16_triton(
-    units_ptr, meta_ptr, x_ptr, y_ptr, bias_ptr, partial_ptr, count_ptr,
+    units_ptr, meta_ptr, x_ptr, y_ptr, bias_ptr, residual_ptr, partial_ptr, count_ptr,
     M, N, K, steps, blocks, stride_x,
     UNITS: tl.constexpr, TILE_M: tl.constexpr, SPLIT: tl.constexpr, GROUPS: tl.constexpr,
-    ZERO_POINT: tl.constexpr, HAS_BIAS: tl.constexpr, ASM: tl.constexpr, REGS: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    ZERO_POINT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    SILU_MUL: tl.constexpr, ASM: tl.constexpr, REGS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """units_ptr: int32 units; meta_ptr: the same memory as 16-bit values of x's dtype.
 
-    x [M, K] with row stride stride_x; y [M, N] contiguous; steps: units along K; blocks: along N.
+    x [M, K] with row stride stride_x; y and residual [M, N] contiguous; steps: units along K;
+    blocks: along N.
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     ROWS: tl.constexpr = UNITS * _UNIT_N
@@ -136,9 +139,9 @@ def w4a16_triton(
                 w += _per_column(offsets, GROUPS).to(tl.float32)
             acc = tl.dot(w.to(DTYPE), x, acc)
 
-    n = tile_n * ROWS + row
     if SPLIT == 1:
-        _store(acc, y_ptr, bias_ptr, m, n, M, N, HAS_BIAS)
+        _store(acc, y_ptr, bias_ptr, residual_ptr, m, tile_n * ROWS, M, N, HAS_BIAS, HAS_RESIDUAL,
+               SILU_MUL)  # fmt: skip
     else:
         SIZE: tl.constexpr = ROWS * TILE_M
         tile = tile_m * tl.num_programs(0) + tile_n
@@ -151,17 +154,39 @@ def w4a16_triton(
             total = tl.zeros([ROWS, TILE_M], tl.float32)
             for other in range(SPLIT):
                 total += tl.load(at + other * SIZE, cache_modifier=".cg")
-            _store(total, y_ptr, bias_ptr, m, n, M, N, HAS_BIAS)
+            _store(total, y_ptr, bias_ptr, residual_ptr, m, tile_n * ROWS, M, N, HAS_BIAS,
+                   HAS_RESIDUAL, SILU_MUL)  # fmt: skip
             tl.store(count_ptr + tile, 0)
 
 
 @triton.jit
-def _store(acc, y_ptr, bias_ptr, m, n, M, N, HAS_BIAS: tl.constexpr):
+def _store(
+    acc, y_ptr, bias_ptr, residual_ptr, m, row0, M, N, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr,
+):  # fmt: skip
+    """Store the sums of rows row0 onwards [rows, tokens]; hopper_schedule.Output explains."""
+    rows: tl.constexpr = acc.shape[0]
+    row = row0 + tl.arange(0, rows)
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    at = y_ptr + (m.to(tl.int64) * N)[None, :] + n[:, None]
+        if SILU_MUL:
+            n = row // 16 * 8 + row % 8
+            at = tl.where(row % 16 < 8, n, N + n)
+        else:
+            n = row
+            at = row
+        acc += tl.load(bias_ptr + at, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    if SILU_MUL:
+        pairs = tl.reshape(acc, [rows // 16, 2, 8, acc.shape[1]])
+        gate, up = tl.split(tl.permute(pairs, [0, 2, 3, 1]))
+        acc = tl.reshape(gate / (1 + tl.exp(-gate)) * up, [rows // 2, acc.shape[1]])
+        n = row0 // 2 + tl.arange(0, rows // 2)
+    else:
+        n = row
+    at = (m.to(tl.int64) * N)[None, :] + n[:, None]
     live = (m < M)[None, :] & (n < N)[:, None]
-    tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=live)
+    if HAS_RESIDUAL:
+        acc += tl.load(residual_ptr + at, mask=live, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=live)
 
 
 def grid(config: TritonConfig, m: int, blocks: int) -> tuple[int, int, int]:
@@ -173,20 +198,21 @@ def arguments(
     x: Tensor,
     units: Tensor,
     y: Tensor,
-    bias: Tensor | None,
     partial: Tensor,
     counters: Tensor,
+    product: Product,
     config: TritonConfig,
-    zero_point: str,
     interpret: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The kernel's positional and keyword arguments. x: [M, K], unit stride along K."""
     m, k = x.shape
     blocks, steps, _ = units.shape
+    outputs, zero_point, bias, residual, silu_mul = product
     mode = "code" if zero_point == "symmetric" else "raw"
     positional = (
-        units, units.view(x.dtype), x, y, y if bias is None else bias, partial, counters,
-        m, y.shape[1], k, steps, blocks, x.stride(0),
+        units, units.view(x.dtype), x, y, y if bias is None else bias,
+        y if residual is None else residual, partial, counters,
+        m, outputs, k, steps, blocks, x.stride(0),
     )  # fmt: skip
     keywords = {
         "UNITS": config.rows // UNIT_N,
@@ -195,6 +221,8 @@ def arguments(
         "GROUPS": stored_groups(units, zero_point != "symmetric"),
         "ZERO_POINT": zero_point,
         "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "SILU_MUL": silu_mul,
         "ASM": dequant.assembly("bf16" if x.dtype == torch.bfloat16 else "f16", mode),
         "REGS": dequant.constraints(mode),
         "INTERPRET": interpret,
@@ -205,25 +233,17 @@ def arguments(
 
 
 def launch(
-    x: Tensor,
-    units: Tensor,
-    n: int,
-    bias: Tensor | None,
-    config: TritonConfig,
-    zero_point: str,
-    interpret: bool = False,
+    x: Tensor, units: Tensor, product: Product, config: TritonConfig, interpret: bool = False
 ) -> Tensor:
-    """Y [M, n] = X [M, K] W^T + bias. x: unit stride along K."""
+    """Y [M, outputs] of X [M, K]. x: unit stride along K."""
     programs = grid(config, x.shape[0], units.shape[0])
-    y = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
+    y = torch.empty((x.shape[0], product.outputs), dtype=x.dtype, device=x.device)
     partial, counters = y, units  # never touched where columns are not split
     if config.split > 1:
         tiles = programs[0] * programs[1]
         size = tiles * config.split * config.rows * config.tile_m
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         counters = zeroed_counters(x.device, tiles)
-    positional, keywords = arguments(
-        x, units, y, bias, partial, counters, config, zero_point, interpret
-    )
+    positional, keywords = arguments(x, units, y, partial, counters, product, config, interpret)
     w4a16_triton[programs](*positional, **keywords)
     return y

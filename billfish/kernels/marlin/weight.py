@@ -1,7 +1,7 @@
 """INT4 weights, packed once for the device and the activation dtype that will multiply them."""
 
 import importlib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,38 +17,40 @@ GROUP_SIZES = (16, 32, 64, 128, -1)
 class PackedWeight:
     """An INT4 matrix [n, k] in the form `layout` of one device. Made by `pack`.
 
+    layout, tensors: what the product reads, as the kernels of that device lay it out.
     group_size is -1 where one group spans the column. dtype is that of activations; scales and
-    offsets are stored in it. g_idx int32 [k] is the group of each column where act-order gives
-    one, perm int64 [k] the order in which the columns are stored where that is not 0..k-1.
-    zero_point ("symmetric", "integer" or "offset") says which of zeros and offsets `pack` was
-    given. The shapes of codes, scales, zeros and offsets belong to the layout.
+    offsets are stored in it. zero_point ("symmetric", "integer" or "offset") says which of zeros
+    and offsets `pack` was given; zeros are kept apart where the layout does not hold them. g_idx
+    int32 [k] is the group of each column where act-order gives one, perm int64 the order in which
+    the columns are stored where that is not 0..k-1. silu_mul: see `pack`.
     """
 
     n: int
     k: int
     group_size: int
     dtype: torch.dtype
-    layout: str
     zero_point: str
-    codes: Tensor
-    scales: Tensor
+    silu_mul: bool
+    layout: str
+    tensors: tuple[Tensor, ...]
     zeros: Tensor | None = None
-    offsets: Tensor | None = None
     g_idx: Tensor | None = None
     perm: Tensor | None = None
 
     @property
+    def outputs(self) -> int:
+        """Columns of a product: n, or n / 2 of a weight packed with `silu_mul`."""
+        return self.n // 2 if self.silu_mul else self.n
+
+    @property
     def device(self) -> torch.device:
-        return self.codes.device
+        return self.tensors[0].device
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(t.nbytes for t in self._tensors().values())
-
-    def _tensors(self) -> dict[str, Tensor]:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        parts = (*self.tensors, self.zeros, self.g_idx, self.perm)
+        return sum(t.nbytes for t in parts if t is not None)
 
     def to(self, device: torch.device | str) -> "PackedWeight":
         """The same weight on `device`, packed anew if that kind of device has another layout."""
@@ -56,22 +58,24 @@ class PackedWeight:
         if device == self.device:
             return self
         if device.type == self.device.type:
-            moved: dict[str, Any] = {name: t.to(device) for name, t in self._tensors().items()}
-            return replace(self, **moved)
+            moved = tuple(t.to(device) for t in self.tensors)
+            rest = {name: getattr(self, name) for name in ("zeros", "g_idx", "perm")}
+            rest = {name: None if t is None else t.to(device) for name, t in rest.items()}
+            return replace(self, tensors=moved, **rest)
         codes, scales, zeros, offsets = (None if t is None else t.to(device) for t in self.unpack())
         assert codes is not None
         assert scales is not None
         return pack(
             codes, scales, zeros=zeros, offsets=offsets,
             g_idx=None if self.g_idx is None else self.g_idx.to(device),
-            group_size=self.group_size, dtype=self.dtype,
+            group_size=self.group_size, dtype=self.dtype, silu_mul=self.silu_mul,
         )  # fmt: skip
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """(codes uint8 [n, k], scales [n, G], zeros uint8 [n, G] or None, offsets or None).
 
-        Codes and zeros are bit for bit those that were packed, columns in the original order;
-        scales are those given, rounded to dtype; offsets are as multiplied (see `pack`).
+        Codes and zeros are bit for bit those that were packed, in the original order; scales
+        are those given, rounded to dtype; offsets are as multiplied (see `pack`).
         """
         result: tuple[Tensor, Tensor, Tensor | None, Tensor | None]
         result = _layouts(self.device).unpack(self)
@@ -97,6 +101,7 @@ def pack(
     g_idx: Tensor | None = None,
     group_size: int,
     dtype: torch.dtype,
+    silu_mul: bool = False,
 ) -> PackedWeight:
     """Pack an INT4 matrix for the device its codes are on.
 
@@ -109,6 +114,8 @@ def pack(
     or with g_idx any G above its largest value. zeros: uint8 [N, G], values 0..15. offsets:
     floating point [N, G]. g_idx: integers [K]. group_size: 16, 32, 64, 128, or -1 for the whole
     column; the last group may be short. dtype: float32, bfloat16 or float16, of activations.
+    silu_mul: the rows are those of a gate and then as many of an up projection, and a product with
+    the weight is silu(gate) * up; a GPU stores the rows of both side by side for it.
 
     Scales are rounded to dtype: a relative error of at most 2^-8 in bfloat16, 2^-11 in float16
     (values under 6.1e-5 lose more). On a CPU the zero point, of either kind, becomes a shift
@@ -119,6 +126,8 @@ def pack(
     shift that is not finite in dtype.
     """
     _check_pack(codes, scales, zeros, offsets, group_size, dtype)
+    if silu_mul and codes.shape[0] % 2:
+        raise bad_argument("codes", tuple(codes.shape), "as many rows of gate as of up: [2 I, K]")
     n, k = codes.shape
     groups = scales.shape[1]
     if g_idx is not None:
@@ -137,9 +146,13 @@ def pack(
     layout = _layouts(codes.device).pack(
         codes, scales, zeros, offsets,
         group_size=group_size, dtype=dtype, g_idx=g_idx if perm is None else None,
+        silu_mul=silu_mul,
     )  # fmt: skip
     own = {"g_idx": g_idx, "perm": perm, **layout}
-    return PackedWeight(n=n, k=k, group_size=group_size, dtype=dtype, zero_point=zero_point, **own)
+    return PackedWeight(
+        n=n, k=k, group_size=group_size, dtype=dtype, zero_point=zero_point, silu_mul=silu_mul,
+        **own,
+    )  # fmt: skip
 
 
 def _layouts(device: torch.device) -> Any:

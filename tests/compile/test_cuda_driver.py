@@ -1,0 +1,104 @@
+"""Prepared launches: the bytes that the driver is given, with a driver that notes them."""
+
+import ctypes
+import struct
+from types import SimpleNamespace
+
+import pytest
+
+from billfish.kernels import cuda_driver
+from billfish.kernels.cuda_driver import CannotPrepare, PreparedLaunch
+
+PTX = """
+.version 8.7
+.visible .entry kernel(
+	.param .align 64 .b8 kernel_param_0[128],
+	.param .u32 kernel_param_1,
+	.param .u64 kernel_param_2,
+	.param .u64 .ptr .global .align 1 kernel_param_3,
+	.param .u32 kernel_param_4,
+	.param .u64 .ptr .global .align 1 kernel_param_5,
+	.param .u64 .ptr .global .align 1 kernel_param_6
+)
+.reqntid 384
+{
+	.param .u32 not_one_of_them;
+}
+"""
+FIELDS = (128, 4, 8, 8, 4)
+
+
+def make_kernel(**changes):
+    meta = {
+        "num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": True, "num_warps": 12,
+        "shared": 1000, "global_scratch_size": 0, "profile_scratch_size": 0,
+    }  # fmt: skip
+    return SimpleNamespace(
+        asm={"ptx": PTX}, metadata=SimpleNamespace(**{**meta, **changes}), function=77
+    )
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What a driver was asked to launch: (config, attributes, function, arguments)."""
+    seen = []
+
+    def launch(config, function, pointers, extra):
+        assert extra is None
+        fields = struct.unpack("<7Ixxxx2QIxxxx", ctypes.string_at(config, 56))
+        attribute = ctypes.string_at(fields[8], 72)
+        sizes = cuda_driver.parameter_bytes(PTX)
+        values = [ctypes.string_at(p, size) for p, size in zip(pointers, sizes, strict=True)]
+        seen.append((fields, attribute, function, values))
+        return 0
+
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=launch))
+    return seen
+
+
+def test_parameters_are_read_from_the_entry():
+    assert cuda_driver.parameter_bytes(PTX) == [*FIELDS, 8, 8]
+
+
+def test_arguments_arrive_as_the_driver_reads_them(launches):
+    launch = PreparedLaunch(make_kernel(), FIELDS)
+    encoded = bytes(range(128))
+    chunks = [launch.chunk(0, [encoded, -5, 1 << 40]), launch.chunk(4, [9])]
+    launch(33, 0xABCDEF, chunks, 3, (0xFFFF_0000_0000_1234,))
+    launch(7, 1, chunks[1:], 3, (2,))  # what is not given stays
+    for (config, attribute, function, values), blocks, stream, address in zip(
+        launches, (33, 7), (0xABCDEF, 1), (0xFFFF_0000_0000_1234, 2), strict=True
+    ):
+        assert config[:8] == (blocks, 1, 1, 384, 1, 1, 1000, stream)
+        assert config[9] == 1
+        assert struct.unpack("<ixxxxi", attribute[:12]) == (6, 1)
+        assert function == 77
+        assert values[0] == encoded
+        assert struct.unpack("<iqQi", b"".join(values[1:5])) == (-5, 1 << 40, address, 9)
+        assert values[5] == values[6] == bytes(8)
+
+
+def test_without_early_launch_there_is_no_attribute(launches):
+    launch = PreparedLaunch(make_kernel(launch_pdl=False), FIELDS)
+    launch(1, 0, [], 3, (0,))
+    assert launches[0][0][9] == 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_ctas": 2}, {"launch_cooperative_grid": True}, {"global_scratch_size": 8}]
+)
+def test_what_it_cannot_do_is_refused(launches, changes):
+    with pytest.raises(CannotPrepare):
+        PreparedLaunch(make_kernel(**changes), FIELDS)
+    with pytest.raises(CannotPrepare):
+        PreparedLaunch(make_kernel(), FIELDS[:-1])
+
+
+def test_a_failed_launch_says_why(monkeypatch):
+    def describe(code, text):
+        ctypes.cast(text, ctypes.POINTER(ctypes.c_char_p))[0] = b"out of luck"
+
+    driver = SimpleNamespace(cuLaunchKernelEx=lambda *_: 700, cuGetErrorString=describe)
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
+    with pytest.raises(RuntimeError, match=r"700: out of luck"):
+        PreparedLaunch(make_kernel(), FIELDS)(1, 0, [], 3, (0,))

@@ -71,8 +71,8 @@ def from_error(error: BaseException, renamed: Mapping[str, str] | None = None) -
                 429, str(error), kind="rate_limit_error", code="rate_limit_exceeded", headers=retry
             )
         case CapacityError():
-            param = (renamed or {}).get("prompt_token_ids")
-            return ApiError(400, str(error), param=param, code="context_length_exceeded")
+            field = (renamed or {}).get("prompt_token_ids")
+            return ApiError(400, str(error), param=field, code="context_length_exceeded")
         case EngineUnavailableError():
             retry = {"Retry-After": str(RETRY_AFTER)}
             what = {

@@ -9,6 +9,8 @@ from torch.nn import functional
 
 from billfish.kernels._library import bad_argument, check_activation, check_like, register
 
+_GPU = "billfish.kernels.general.gpu"
+
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
@@ -39,12 +41,13 @@ def _add_fake(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[
 
 
 _rms_norm: Callable[..., Tensor] = register(
-    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", fake=_fake, cpu=_cpu
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", fake=_fake, cpu=_cpu, gpu=_GPU
 )
 _add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = register(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
     fake=_add_fake,
     cpu=_add_cpu,
+    gpu=_GPU,
 )
 
 

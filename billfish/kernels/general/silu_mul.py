@@ -25,7 +25,10 @@ def _fake(gate_up: Tensor) -> Tensor:
 
 
 _silu_mul: Callable[..., Tensor] = register(
-    "silu_mul(Tensor gate_up) -> Tensor", fake=_fake, cpu=_cpu
+    "silu_mul(Tensor gate_up) -> Tensor",
+    fake=_fake,
+    cpu=_cpu,
+    gpu="billfish.kernels.general.gpu",
 )
 
 

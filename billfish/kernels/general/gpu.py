@@ -1,0 +1,122 @@
+"""The general kernels on an NVIDIA GPU, in Triton: one program a row, or a part of one.
+
+Each lets the kernel behind it start at once, and waits for the one ahead before it reads what that
+wrote (programmatic dependent launch), so that launches of a chain overlap.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@cache
+def overlaps(device: torch.device) -> bool:
+    """Whether the device starts a kernel while the one ahead ends: compute capability 9.0 and up.
+
+    False for a CPU, where Triton's interpreter runs the kernels in tests.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(pdl: bool) -> dict[str, bool]:
+    """What a launch takes besides, so that older Triton back ends and the interpreter do too."""
+    return {"launch_pdl": True} if pdl else {}
+
+
+def _on(tensor: Tensor) -> AbstractContextManager[object]:
+    """Makes the tensor's GPU the current one, at no cost where it is."""
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x as [rows, D], its last dimension contiguous."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, residual, weight, out, total, x_stride, residual_stride, eps,
+    D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    inside = d < D
+    if PDL:
+        gdc_launch_dependents()
+    scale = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    value = tl.load(x + row * x_stride + d, mask=inside, other=0.0)
+    if ADD:
+        more = tl.load(residual + row * residual_stride + d, mask=inside, other=0.0)
+        # The sum is rounded first: the norm is of what the next layer adds to.
+        value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
+        tl.store(total + row * D + d, value, mask=inside)
+    wide = value.to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / D + eps)
+    tl.store(out + row * D + d, (wide * inverse * scale).to(value.dtype), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _norm(x, None, weight, eps)[0]
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _norm(x, residual, weight, eps)
+
+
+def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    size = x.shape[-1]
+    rows = _rows(x)
+    more = rows if residual is None else _rows(residual)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = out if residual is None else torch.empty_like(out)
+    if rows.shape[0]:
+        block = triton.next_power_of_2(size)
+        pdl = overlaps(x.device)
+        with _on(x):
+            _rms_norm_kernel[(rows.shape[0],)](
+                rows, more, weight, out, total, rows.stride(0), more.stride(0), eps,
+                D=size, BLOCK=block, ADD=residual is not None, PDL=pdl,
+                num_warps=min(16, max(1, block // 256)), **launch_options(pdl),
+            )  # fmt: skip
+    return out, total
+
+
+@triton.jit
+def _silu_mul_kernel(
+    gate_up, out, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = d < SIZE
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    gate = tl.load(gate_up + row * row_stride + d, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_stride + SIZE + d, mask=inside, other=0.0).to(tl.float32)
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * SIZE + d, value.to(out.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    size = gate_up.shape[-1] // 2
+    rows = _rows(gate_up)
+    out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
+    if rows.shape[0]:
+        block = min(2048, triton.next_power_of_2(size))
+        pdl = overlaps(gate_up.device)
+        with _on(gate_up):
+            _silu_mul_kernel[(rows.shape[0], triton.cdiv(size, block))](
+                rows, out, rows.stride(0), SIZE=size, BLOCK=block, PDL=pdl,
+                num_warps=min(8, max(1, block // 256)), **launch_options(pdl),
+            )  # fmt: skip
+    return out

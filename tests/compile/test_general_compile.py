@@ -1,0 +1,73 @@
+"""The general kernels for a GPU, compiled without one: what their machine code must hold."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+
+from billfish.kernels.general import gpu, sample_gpu
+from tests.compile.offline import MachineCode, fake_device, machine_code
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("compiles, so not with TRITON_INTERPRET=1", allow_module_level=True)
+
+ARCHITECTURES = {80: "sm_80", 90: "sm_90a"}
+
+
+class Recorder:
+    """Stands for a kernel: keeps the arguments of its launch."""
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **keywords):
+            self.arguments, self.keywords = arguments, keywords
+
+        return launch
+
+
+def compiled(monkeypatch, module, name, launch, capability) -> MachineCode:
+    kernel, recorder = getattr(module, name), Recorder()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, recorder)
+        patch.setattr(gpu, "overlaps", lambda device: capability >= 90)
+        launch()
+    with fake_device(capability):
+        binary = kernel.warmup(*recorder.arguments, **recorder.keywords, grid=(1,))
+    return machine_code(binary, ARCHITECTURES[capability])
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("size", [576, 4096])
+def test_add_rms_norm(monkeypatch, capability, size):
+    x, weight = torch.empty(4, size, dtype=torch.bfloat16), torch.empty(size, dtype=torch.bfloat16)
+    code = compiled(
+        monkeypatch, gpu, "_rms_norm_kernel", lambda: gpu.add_rms_norm(x, x, weight, 1e-5),
+        capability,
+    )  # fmt: skip
+    assert code.spill_bytes == 0
+    assert code.count("LDG.E.128") > 0 or size == 576
+    # Waits for the kernel ahead, and lets the one behind it start.
+    assert (code.count("ACQBULK") > 0) == (capability >= 90)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_silu_mul(monkeypatch, capability):
+    x = torch.empty(4, 2 * 14336, dtype=torch.bfloat16)
+    code = compiled(monkeypatch, gpu, "_silu_mul_kernel", lambda: gpu.silu_mul(x), capability)
+    assert code.spill_bytes == 0
+    assert code.count("LDG.E.128") > 0
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float32), (90, torch.bfloat16)])
+def test_sample(monkeypatch, capability, dtype):
+    logits = torch.empty(2, 49152, dtype=dtype)
+    index, table = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 64, dtype=torch.int32)
+    numbers = torch.zeros(2, 4, dtype=torch.float64)
+    integers = torch.zeros(2, 2, dtype=torch.int64)
+
+    def launch() -> None:
+        sample_gpu.sample(logits, index, index, numbers, integers, table, index, greedy=False)
+
+    code = compiled(monkeypatch, sample_gpu, "_sample_kernel", launch, capability)
+    assert code.spill_bytes == 0

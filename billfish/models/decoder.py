@@ -5,6 +5,7 @@ Pre-norm decoder, grouped-query attention, rotary positions, gated MLP: Touvron 
 what `ModelConfig` says; their files say which differences each has, and where those are from.
 """
 
+from collections.abc import Collection
 from typing import Protocol
 
 import torch
@@ -175,10 +176,18 @@ class DecoderLayer(nn.Module):
 class CausalLM(nn.Module):
     """Token ids to logits, over a paged KV cache.
 
-    kv_cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim].
+    kv_cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]. only: the layers to
+    build, for those who run a model in parts; None: all.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, max_len: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        max_len: int,
+        *,
+        only: Collection[int] | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
@@ -187,6 +196,7 @@ class CausalLM(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(config, weights, index, None if layer.rope is None else tables[layer.rope])
             for index, layer in enumerate(config.layers)
+            if only is None or index in only
         )
         self.norm = RMSNorm(weights.norm("model.norm.weight"), config.rms_norm_eps)
         self.lm_head: nn.Module = (
@@ -201,13 +211,16 @@ class CausalLM(nn.Module):
         self, token_ids: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         """Hidden states [T, hidden_size] of T tokens; token_ids, positions: int64 [T]."""
-        x, residual = self.embed_tokens[token_ids], None
-        if self.embedding_scale is not None:
-            x = x * self.embedding_scale
+        x, residual = self.embed(token_ids), None
         for layer, layer_cache in zip(self.layers, kv_cache, strict=True):
             x, residual = layer(x, residual, positions, layer_cache, metadata)
         x, _ = self.norm(x, residual)
         return x
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Hidden states before the first layer."""
+        x = self.embed_tokens[token_ids]
+        return x if self.embedding_scale is None else x * self.embedding_scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [S, vocab_size] of the hidden states [S, hidden_size] that are sampled."""

@@ -1,0 +1,1 @@
+"""Models written out in INT4: `billfish quantize`."""

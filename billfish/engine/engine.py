@@ -145,6 +145,11 @@ class Engine:
         return len(self._scheduler.waiting)
 
     @property
+    def num_steps(self) -> int:
+        """Plans that the executor completed."""
+        return self._steps
+
+    @property
     def request_ids(self) -> list[str]:
         """Of the requests that have not ended."""
         return list(self._requests)
@@ -382,6 +387,8 @@ class Engine:
 
     def _record(self, step: _InFlight, output_tokens: int) -> None:
         plan, prefill_tokens = step.scheduled.plan, step.scheduled.prefill_tokens
+        if not plan.work:
+            return
         now, before = self._clock(), self.recent_steps[-1].ended if self.recent_steps else 0.0
         record = StepRecord(
             step=plan.step,

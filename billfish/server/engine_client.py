@@ -25,6 +25,7 @@ from billfish.server.messages import (
     Abort,
     Ask,
     Drain,
+    Draining,
     EngineHealth,
     EngineOutput,
     EngineRequest,
@@ -45,6 +46,13 @@ from billfish.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+NOT_RUNNING = {
+    "starting": "the engine is starting: try again later",
+    "dead": "the engine has ended; it is started again if that can help",
+}
+SILENT_SECONDS = 2.0
+"""Without an answer, after which health says so."""
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -57,6 +65,10 @@ class Backend(Protocol):
     lost: Callable[[str, bool], None]
 
     async def start(self) -> None: ...
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long the engine has owed a sign of life; 0 when it owes none."""
 
     def send(self, message: ToEngine) -> None:
         """ProtocolError if it cannot be encoded or is too large; passed over if the engine is
@@ -76,8 +88,8 @@ class EngineClient:
             ...
         await client.drain(30.0)
 
-    backend: an `EngineProcess`, or an engine in this process in tests. load_tokenizer: called in a
-    thread by `start`. max_requests: requests that have not been read to their end; one more gets
+    backend: an `EngineSupervisor`, or an engine in this process in tests. load_tokenizer: called in
+    a thread by `start`. max_requests: requests that have not been read to their end; one more gets
     QueueFullError, so memory stays bounded whatever clients do.
     """
 
@@ -102,6 +114,7 @@ class EngineClient:
         self._detail = "the engine starts"
         self._lasting = False
         self._draining = False
+        self._engine_draining = ""  # why the engine itself takes no more requests
         self._since = time.monotonic()
         self._changed = asyncio.Event()
         self._loading = Loading("the engine starts")
@@ -154,7 +167,7 @@ class EngineClient:
     def model(self) -> ModelInfo:
         """Known once the engine was ready for the first time; EngineUnavailableError before."""
         if self._model is None:
-            raise EngineUnavailableError(self._state, self._detail)
+            raise EngineUnavailableError("starting", NOT_RUNNING["starting"])
         return self._model
 
     @property
@@ -211,8 +224,11 @@ class EngineClient:
         """Answered from what is known here, at once, however busy the engine is."""
         state, detail = self._state, self._detail
         if state == "ready":
-            if self._draining:
-                state, detail = "busy", "the server is ending: it takes no more requests"
+            silent = self._backend.silent_seconds
+            if self._draining or self._engine_draining:
+                state, detail = "busy", self._engine_draining or "the server is ending"
+            elif silent > SILENT_SECONDS:
+                state, detail = "busy", f"a step takes long: no answer for {silent:.0f} s"
             elif self._waiting or self._open >= self._max_requests:
                 state, detail = "busy", f"{self._waiting} requests are waiting"
         return EngineHealth(
@@ -259,15 +275,18 @@ class EngineClient:
         """Why no request is taken now."""
         if self._draining:
             return EngineUnavailableError("draining", "the server is ending")
+        if self._engine_draining:
+            return EngineUnavailableError("draining", self._engine_draining)
         if self._state in ("starting", "dead"):
-            return EngineUnavailableError(self._state, self._detail)
+            # Why, which may name files, is for `health`, not for whoever sends requests.
+            return EngineUnavailableError(self._state, NOT_RUNNING[self._state])
         if self._open >= self._max_requests:
             return QueueFullError(f"{self._open} requests are here already: try again later")
         return None
 
     def _check_alive(self) -> None:
         if self._state in ("starting", "dead"):
-            raise EngineUnavailableError(self._state, self._detail)
+            raise EngineUnavailableError(self._state, NOT_RUNNING[self._state])
 
     def _spellings(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         try:
@@ -288,11 +307,14 @@ class EngineClient:
             case Loading():
                 self._loading = message
                 self._set_state("starting", message.stage)
+            case Draining():
+                self._engine_draining = message.reason
             case Ready():
                 self._model = message.model
+                self._engine_draining = ""
                 self._set_state("ready", "the engine is ready")
             case Failed():
-                self._detail = message.problem.message
+                self._detail = str(message.problem.error())
 
     def _receive_outputs(self, message: Outputs) -> None:
         self._running, self._waiting = message.running, message.waiting
@@ -317,6 +339,7 @@ class EngineClient:
         self._restarts += again
         self._lasting = not again
         self._running = self._waiting = 0
+        self._engine_draining = ""
         self._set_state("dead", reason)
         self._fail_all(reason)
 

@@ -1,6 +1,8 @@
 """The engine as the messages see it: what they ask of it, and what it has to say."""
 
 from collections import deque
+from collections.abc import Callable
+from typing import Protocol
 
 from billfish.engine import Engine, RequestOutput
 from billfish.errors import BillfishError, EngineUnavailableError
@@ -11,6 +13,9 @@ from billfish.server.messages import (
     EngineOutput,
     EngineRequest,
     FromEngine,
+    Launch,
+    LaunchFake,
+    ModelInfo,
     Outputs,
     Problem,
     Snapshot,
@@ -21,15 +26,38 @@ from billfish.server.messages import (
 RECENT_TTFTS = 256
 
 
+class Host(Protocol):
+    """Answers messages; `EngineHost` is the one with an engine."""
+
+    draining: bool
+    wake: Callable[[], None]
+
+    @property
+    def busy(self) -> bool: ...
+    @property
+    def idle(self) -> bool: ...
+    @property
+    def steps_done(self) -> int: ...
+    def handle(self, message: ToEngine) -> None: ...
+    def step(self) -> list[FromEngine]: ...
+    def abort_all(self) -> list[FromEngine]: ...
+
+
+Report = Callable[[str, int, int], None]
+"""Called with (stage, done, total) while the engine is built."""
+Build = Callable[[Launch | LaunchFake, Report], tuple[Host, ModelInfo]]
+
+
 class EngineHost:
     """Answers messages with one Engine; knows nothing of how they travel. Not thread-safe.
 
-    draining: takes no more requests.
+    draining: takes no more requests. wake: called, from any thread, when it has become busy.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.draining = False
+        self.wake: Callable[[], None] = lambda: None
         self._accepted: list[str] = []
         self._refused: list[tuple[str, Problem]] = []
         self._answers: list[FromEngine] = []
@@ -40,6 +68,16 @@ class EngineHost:
         """Whether `step` has anything to do or to say."""
         said = self._accepted or self._refused or self._answers
         return bool(said) or self.engine.has_unfinished
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing at all is here."""
+        return not self.busy
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that the executor completed."""
+        return self.engine.num_steps
 
     def handle(self, message: ToEngine) -> None:
         match message:

@@ -5,6 +5,7 @@ metrics. The vocabulary is the 256 bytes, so that a character may span several t
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -14,13 +15,22 @@ from billfish.engine.logprobs import PromptLogprobs, TokenLogprobs
 from billfish.engine.plan import StepPlan, StepResult
 from billfish.sampling_params import SamplingParams
 from billfish.server.engine_client import EngineClient
-from billfish.server.engine_host import EngineHost
+from billfish.server.engine_host import EngineHost, Host
 from billfish.server.messages import (
+    Abort,
+    Ask,
     Drain,
+    EngineOutput,
+    EngineRequest,
     FromEngine,
+    LaunchFake,
     Loading,
     ModelInfo,
+    Outputs,
     Ready,
+    RequestMetrics,
+    Snapshot,
+    Submit,
     ToEngine,
     decode_from_engine,
     decode_to_engine,
@@ -156,6 +166,103 @@ def make_engine(
     return engine, model
 
 
+def build(launch: LaunchFake) -> tuple[Host, ModelInfo]:
+    """What the engine's process runs for a LaunchFake."""
+    engine, model = make_engine(ScriptedExecutor(launch.reply))
+    return InstantHost() if launch.instant else EngineHost(engine), model
+
+
+class InstantHost:
+    """A host without an engine: a token a step for each request, at next to no cost.
+
+    What is measured with it is the rest of the way. It knows max_tokens and nothing else.
+    """
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.wake: Callable[[], None] = lambda: None
+        self.steps_done = 0
+        self._text = " token"
+        self._left: dict[str, int] = {}
+        self._requests: dict[str, EngineRequest] = {}
+        self._accepted: list[str] = []
+        self._answers: list[FromEngine] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._requests or self._answers)
+
+    @property
+    def idle(self) -> bool:
+        return not self.busy
+
+    def handle(self, message: ToEngine) -> None:
+        match message:
+            case Submit(request):
+                self._requests[request.request_id] = request
+                self._left[request.request_id] = request.sampling.max_tokens or 1
+                self._accepted.append(request.request_id)
+            case Abort():
+                for request_id in message.request_ids:
+                    self._forget(request_id)
+            case Ask():
+                counters = EngineHost(make_engine(ScriptedExecutor())[0]).engine.stats()
+                self._answers.append(
+                    Snapshot(
+                        number=message.number,
+                        counters=counters,
+                        steps=[],
+                        ttfts=[],
+                        tokens_per_second=0.0,
+                    )
+                )
+
+    def step(self) -> list[FromEngine]:
+        self.steps_done += 1
+        messages, self._answers = self._answers, []
+        outputs, ended = [], []
+        for request_id, left in self._left.items():
+            count = (self._requests[request_id].sampling.max_tokens or 1) - left + 1
+            output = EngineOutput(request_id, 0, self._text, [32], count)
+            if left == 1:
+                output.finish_reason = "length"
+                output.metrics = self._metrics(request_id, count)
+                ended.append(request_id)
+            self._left[request_id] = left - 1
+            outputs.append(output)
+        for request_id in ended:
+            self._forget(request_id)
+        if outputs or self._accepted:
+            messages.append(Outputs(outputs, self._accepted, [], len(self._left), 0))
+            self._accepted = []
+        return messages
+
+    def abort_all(self) -> list[FromEngine]:
+        for request_id in list(self._requests):
+            self._forget(request_id)
+        return []
+
+    def _forget(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+        self._left.pop(request_id, None)
+
+    def _metrics(self, request_id: str, count: int) -> RequestMetrics:
+        now, prompt = time.monotonic(), self._requests[request_id].prompt_token_ids
+        return RequestMetrics(
+            arrival=now,
+            first_scheduled=now,
+            first_token=now,
+            finished=now,
+            num_prompt_tokens=len(prompt),
+            num_output_tokens=count,
+            peak_blocks=0,
+            shared_blocks=0,
+            cached_tokens=0,
+            preemptions=0,
+            swaps=0,
+        )
+
+
 class FakeEngine(EngineClient):
     """An EngineClient whose engine is in this process, on this event loop.
 
@@ -208,6 +315,7 @@ class _LocalBackend:
 
     receive: Callable[[FromEngine], None]
     lost: Callable[[str, bool], None]
+    silent_seconds = 0.0
 
     def __init__(self, host: EngineHost, model: ModelInfo, start_by_hand: bool) -> None:
         self._host = host

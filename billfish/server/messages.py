@@ -195,12 +195,14 @@ class Launch(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=Tru
 
 
 class LaunchFake(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
-    """The first message to an engine without a model; see `billfish.server.fake_engine`."""
+    """The first message to an engine without a model; see `billfish.server.fake_engine`.
 
-    instant: bool = False
+    reply: what it answers; "" goes on for ever. instant: no scheduler either, only outputs.
+    """
+
     reply: str = ""
+    instant: bool = False
     drain_seconds: float = 30.0
-    options: dict[str, Any] = {}
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -224,6 +226,12 @@ class Drain(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Take no more requests; after so many seconds abort those that still run, and end."""
 
     seconds: float
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Answered by a Pong with the same number, between two steps."""
+
+    number: int
 
 
 # From the engine to the server.
@@ -271,6 +279,16 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=T
     block_map: BlockMap | None = None
 
 
+class Pong(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    number: int
+
+
+class Draining(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """It takes no more requests, and ends when those here have."""
+
+    reason: str
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The last message: why the engine ends. lasting: starting it again would end the same way."""
 
@@ -278,8 +296,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     lasting: bool
 
 
-ToEngine = Launch | LaunchFake | Submit | Abort | Ask | Drain
-FromEngine = Loading | Ready | Outputs | Snapshot | Failed
+ToEngine = Launch | LaunchFake | Submit | Abort | Ask | Drain | Ping
+FromEngine = Loading | Ready | Outputs | Snapshot | Pong | Draining | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

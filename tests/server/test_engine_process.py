@@ -1,0 +1,451 @@
+"""The engine in a process of its own: what it says, how it dies, and what is left of it then."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from billfish.config import EngineConfig
+from billfish.errors import EngineDiedError, EngineUnavailableError
+from billfish.sampling_params import SamplingParams
+from billfish.server.engine_client import EngineClient
+from billfish.server.fake_engine import ENDLESS, byte_tokenizer
+from billfish.server.frames import FrameReader, frame
+from billfish.server.messages import (
+    EngineOutput,
+    EngineRequest,
+    Failed,
+    FromEngine,
+    Launch,
+    LaunchFake,
+    Ping,
+    Snapshot,
+    decode_from_engine,
+    encode,
+)
+from billfish.server.supervisor import EngineSupervisor, Watch, describe
+
+ROOT = Path(__file__).parents[2]
+MISBEHAVING = "tests.server.misbehaving_engine"
+QUICK = Watch(first_delay=0.01, answer=20.0, load=60.0)
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "killpg") or not Path("/proc/self/stat").exists(),
+    reason="needs process groups and /proc",
+)
+
+
+def request(name: str = "a", prompt: str = "Hello", **options: Any) -> EngineRequest:
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=tuple(prompt.encode()),
+        sampling=SamplingParams(**options),
+    )
+
+
+Test = Callable[[EngineClient, EngineSupervisor], Awaitable[None]]
+
+
+def with_process(
+    test: Test,
+    launch: Launch | LaunchFake | None = None,
+    *,
+    watch: Watch = QUICK,
+    module: str = MISBEHAVING,
+    ready: bool = True,
+) -> None:
+    async def run() -> None:
+        supervisor = EngineSupervisor(launch or LaunchFake(), watch=watch, module=module)
+        client = EngineClient(supervisor, byte_tokenizer)
+        await client.start()
+        pid = supervisor.pid
+        try:
+            async with asyncio.timeout(120):
+                if ready:
+                    await client.wait_ready()
+                    pid = supervisor.pid
+                await test(client, supervisor)
+        finally:
+            await client.close()
+            assert pid is None or not alive(pid)
+
+    asyncio.run(run())
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_gone(pid: int) -> None:
+    end = time.monotonic() + 30
+    while alive(pid):
+        assert time.monotonic() < end, "an orphan"
+        time.sleep(0.02)
+
+
+def memory(pid: int) -> int:
+    """Resident bytes."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def collect(client: EngineClient, wanted: EngineRequest) -> list[EngineOutput]:
+    return [output async for output in client.generate(wanted)]
+
+
+def text_of(outputs: list[EngineOutput]) -> str:
+    return "".join(output.text for output in outputs)
+
+
+async def idle(client: EngineClient) -> Snapshot:
+    """Wait until all blocks are back."""
+    while True:
+        snapshot = await client.stats()
+        counters = snapshot.counters
+        if not (counters.blocks_in_use or counters.running or counters.waiting):
+            assert counters.blocks_free + counters.blocks_cached == counters.blocks_total
+            return snapshot
+
+
+class TestServes:
+    def test_what_came_out_is_what_was_said(self) -> None:
+        async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
+            outputs = await collect(client, request(n=2, logprobs=1))
+            for index in range(2):
+                mine = [output for output in outputs if output.index == index]
+                assert text_of(mine) == "Grüße 🐟"
+                assert mine[-1].finish_reason == "stop"
+                assert mine[-1].usage is not None
+                assert mine[-1].usage.completion_tokens == mine[-1].completion_tokens
+            snapshot = await idle(client)
+            assert snapshot.counters.finished == {"stop": 2}
+            assert snapshot.steps[-1].output_tokens == 2
+            assert len(snapshot.ttfts) == 2
+
+        with_process(test, LaunchFake(reply="Grüße 🐟"))
+
+    def test_many_at_once(self) -> None:
+        async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
+            lengths = [7 * i % 90 + 1 for i in range(100)]
+            found = await asyncio.gather(
+                *(collect(client, request(str(i), max_tokens=n)) for i, n in enumerate(lengths))
+            )
+            assert [len(text_of(outputs)) for outputs in found] == lengths
+            await idle(client)
+
+        with_process(test)
+
+    def test_5000_requests_leave_no_memory_behind(self) -> None:
+        """Section 6 of what users suffer from: host memory over thousands of requests."""
+
+        async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
+            async def some(start: int, count: int) -> None:
+                async def worker(first: int) -> None:
+                    for i in range(first, start + count, 50):
+                        wanted = request(str(i), f"{i} " * 20, max_tokens=3, logprobs=2)
+                        await collect(client, wanted)
+
+                await asyncio.gather(*(worker(start + i) for i in range(50)))
+
+            await some(0, 1500)
+            pid = supervisor.pid
+            assert pid is not None
+            before = memory(pid), memory(os.getpid())
+            await some(1500, 3500)
+            after = memory(pid), memory(os.getpid())
+            snapshot = await idle(client)
+            assert snapshot.counters.finished == {"length": 5000}
+            for old, new in zip(before, after, strict=True):
+                assert new - old < 6 << 20
+
+        with_process(test)
+
+    def test_a_model(self, model_path: Path) -> None:
+        async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
+            assert client.model.architecture == "llama"
+            assert client.model.vocab_size == 49152
+            outputs = await collect(client, request(max_tokens=4, temperature=0.0))
+            assert outputs[-1].finish_reason in ("length", "stop")
+
+        launch = Launch(config=EngineConfig(model=str(model_path)), seed=0)
+        with_process(test, launch, module="billfish.server.engine_process")
+
+    def test_a_model_that_is_not_there(self) -> None:
+        async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
+            with pytest.raises(EngineUnavailableError, match=r"nowhere\.gguf"):
+                await client.wait_ready()
+            assert (await client.health()).restarts == 0  # it would not help
+
+        launch = Launch(config=EngineConfig(model="/nowhere.gguf"))
+        with_process(test, launch, module="billfish.server.engine_process", ready=False)
+
+
+class TestClientGone:
+    """Blocks come back at every stage: queued, in prefill, in decode, not read."""
+
+    @pytest.mark.parametrize("outputs_before", [0, 1, 20])
+    def test_streaming(self, outputs_before: int) -> None:
+        async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
+            stream = await client.submit(request(max_tokens=4000))
+            for _ in range(outputs_before):
+                await anext(stream)
+            await stream.aclose()
+            assert (await idle(client)).counters.finished == {"abort": 1}
+
+        with_process(test)
+
+    def test_queued_and_not_streaming(self) -> None:
+        async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
+            # More than there are seats, so that most are queued.
+            tasks = [
+                asyncio.ensure_future(collect(client, request(str(i), max_tokens=4000)))
+                for i in range(300)
+            ]
+            while not (await client.health()).waiting:
+                await asyncio.sleep(0.001)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            snapshot = await idle(client)
+            assert snapshot.counters.finished == {"abort": 300}
+            assert text_of(await collect(client, request(max_tokens=5))) == ENDLESS[:5]
+
+        with_process(test)
+
+
+class TestEngineDies:
+    def test_killed_in_mid_stream(self) -> None:
+        async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
+            first = supervisor.pid
+            assert first is not None
+            streams = [await client.submit(request(str(i), max_tokens=4000)) for i in range(5)]
+            await anext(streams[0])
+            os.kill(first, signal.SIGKILL)
+            for stream in streams:
+                with pytest.raises(EngineDiedError, match="SIGKILL"):
+                    async for _ in stream:
+                        pass
+            health = await client.health()
+            assert health.state in ("dead", "starting")
+            assert not health.accepting
+            with pytest.raises(EngineUnavailableError):
+                await client.submit(request())
+            await client.wait_ready()
+            assert supervisor.pid not in (None, first)
+            assert (await client.health()).restarts == 1
+            assert text_of(await collect(client, request(max_tokens=5))) == ENDLESS[:5]
+
+        with_process(test)
+
+    @pytest.mark.parametrize("how", ["!exit", "!garbage", "!huge"])
+    def test_other_deaths(self, how: str) -> None:
+        async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
+            neighbour = asyncio.ensure_future(
+                collect(client, request("neighbour", max_tokens=4000))
+            )
+            with pytest.raises(EngineDiedError, match=r"status 3|protocol"):
+                await collect(client, request("bad", how, max_tokens=4000))
+            with pytest.raises(EngineDiedError):
+                await neighbour
+            await client.wait_ready()
+            assert text_of(await collect(client, request(max_tokens=5))) == ENDLESS[:5]
+
+        with_process(test)
+
+    @pytest.mark.parametrize("how", ["!hang", "!spin"])
+    def test_a_step_that_hangs_is_noticed(self, how: str) -> None:
+        async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
+            with pytest.raises(EngineDiedError, match="a step hangs"):
+                await collect(client, request("bad", how))
+            await client.wait_ready()
+            assert text_of(await collect(client, request(max_tokens=5))) == ENDLESS[:5]
+
+        with_process(test, watch=Watch(first_delay=0.01, answer=2.0))
+
+    def test_a_step_that_fails_ends_its_requests_alone(self) -> None:
+        async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
+            pid = supervisor.pid
+            outputs = await collect(client, request("bad", "!raise"))
+            assert outputs[-1].finish_reason == "error"
+            assert text_of(await collect(client, request(max_tokens=5))) == ENDLESS[:5]
+            assert supervisor.pid == pid
+
+        with_process(test)
+
+    def test_it_gives_up_and_says_why(self) -> None:
+        async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
+            with pytest.raises(EngineUnavailableError, match=r"status 3 .*3 times in a row"):
+                await client.wait_ready()
+            health = await client.health()
+            assert (health.state, health.restarts) == ("dead", 2)
+            with pytest.raises(EngineUnavailableError):
+                await client.submit(request())
+
+        watch = Watch(first_delay=0.01, give_up=3)
+        with_process(test, LaunchFake(reply="!exit"), watch=watch, ready=False)
+
+    @pytest.mark.parametrize(
+        ("reply", "names"),
+        [("!config", "a setting is wrong"), ("!capacity", "16 GB are asked for and 8 are there")],
+    )
+    def test_what_would_happen_again_is_not_tried_again(self, reply: str, names: str) -> None:
+        async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
+            with pytest.raises(EngineUnavailableError, match=names):
+                await client.wait_ready()
+            assert (await client.health()).restarts == 0
+
+        with_process(test, LaunchFake(reply=reply), ready=False)
+
+    def test_a_start_that_hangs_is_named(self) -> None:
+        """No hang at the start without a cause."""
+
+        async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
+            with pytest.raises(EngineUnavailableError, match="its start hangs"):
+                await client.wait_ready()
+            assert (await client.health()).loaded == 1
+
+        watch = Watch(answer=2.0, load=3.0, give_up=1)
+        with_process(test, LaunchFake(reply="!hang"), watch=watch, ready=False)
+
+    def test_exit_statuses_in_words(self) -> None:
+        assert describe(2) == "the engine's process ended with status 2"
+        assert "SIGSEGV" in describe(-signal.SIGSEGV)
+        assert "memory" in describe(-signal.SIGKILL)
+
+
+class TestSigterm:
+    def test_of_the_engine_lets_run_what_runs(self) -> None:
+        async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
+            first = supervisor.pid
+            assert first is not None
+            stream = await client.submit(request(max_tokens=3000))
+            await anext(stream)
+            os.kill(first, signal.SIGTERM)
+            assert len(text_of([output async for output in stream])) >= 2900
+            while supervisor.pid == first:
+                await asyncio.sleep(0.01)
+            await client.wait_ready()
+            assert text_of(await collect(client, request(max_tokens=5))) == ENDLESS[:5]
+
+        with_process(test)
+
+    def test_the_deadline_of_a_drain(self) -> None:
+        async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
+            hung = asyncio.ensure_future(collect(client, request("bad", "!hang")))
+            while (await client.health()).running == 0 and not hung.done():
+                await asyncio.sleep(0.01)
+                if supervisor.silent_seconds:
+                    break
+            await client.drain(0.2)
+            with pytest.raises(EngineDiedError, match="the server is ending"):
+                await hung
+
+        with_process(test, watch=Watch(answer=4.0))
+
+
+@pytest.fixture
+def small_server():
+    """Starts `small_server` with a prompt; gives its process and its engine's id."""
+    servers = []
+
+    def start(prompt: str) -> tuple[subprocess.Popen[str], int]:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tests.server.small_server", prompt],
+            cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        servers.append(server)
+        assert server.stdout is not None
+        return server, int(server.stdout.readline())
+
+    yield start
+    for server in servers:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+
+
+class TestNoOrphans:
+    @pytest.mark.parametrize("prompt", ["Hello", "!hang", "!spin"])
+    def test_after_the_server_was_killed(self, small_server, prompt: str) -> None:
+        server, engine = small_server(prompt)
+        assert alive(engine)
+        server.kill()
+        server.wait()
+        wait_until_gone(engine)
+
+    def test_after_sigterm_of_the_server(self, small_server) -> None:
+        server, engine = small_server("Hello")
+        server.terminate()
+        text, _ = server.communicate(timeout=60)
+        assert server.returncode == 0
+        assert int(text) == 4000  # what ran was let run
+        wait_until_gone(engine)
+
+
+class TestHostileBytes:
+    """To the engine: it says what is wrong, ends, and leaves nothing behind."""
+
+    def talk(self, *pieces: bytes) -> tuple[int, list[FromEngine]]:
+        """Starts an engine's process and says this; its exit status and what it said."""
+        ours, theirs = socket.socketpair()
+        read_end, write_end = os.pipe()
+        process = subprocess.Popen(
+            [sys.executable, "-m", MISBEHAVING, str(theirs.fileno()), str(read_end)],
+            cwd=ROOT, pass_fds=(theirs.fileno(), read_end), start_new_session=True,
+        )  # fmt: skip
+        theirs.close()
+        os.close(read_end)
+        ours.settimeout(60)
+        try:
+            for piece in pieces:
+                ours.sendall(piece)
+            ours.shutdown(socket.SHUT_WR)
+            reader, messages = FrameReader(), []
+            while data := ours.recv(1 << 16):
+                messages += [decode_from_engine(part) for part in reader.feed(data)]
+            return process.wait(timeout=60), messages
+        finally:
+            process.kill()
+            process.wait()
+            ours.close()
+            os.close(write_end)
+
+    @pytest.mark.parametrize(
+        ("data", "names"),
+        [
+            (b"\xff\xff\xff\xff", "4294967295 bytes"),
+            (b"\0\0\0\3abc", "not a message"),
+            (b"\0\0\0\0", "not a message"),
+            (frame(encode(Ping(1)).replace(b"Ping", b"Pong")), "not a message"),
+            (frame(b"\x92\xa4Ping\xa1x"), "not a message"),
+            (frame(b"\x93\xa4Ping" * 10_000), "not a message"),
+            (frame(b"\x91" * 100_000), "not a message"),
+            (frame(encode(LaunchFake())), "runs already"),
+        ],
+    )
+    def test_what_is_no_message(self, data: bytes, names: str) -> None:
+        status, messages = self.talk(frame(encode(LaunchFake())), data)
+        assert status == 1
+        assert isinstance(messages[-1], Failed)
+        assert names in messages[-1].problem.message
+
+    @pytest.mark.parametrize("data", [b"", b"\0", b"\0\0\0\5ab"])
+    def test_what_is_cut_off(self, data: bytes) -> None:
+        status, messages = self.talk(frame(encode(LaunchFake())), data)
+        assert status == 0
+        assert not any(isinstance(message, Failed) for message in messages)
+
+    def test_something_else_first(self) -> None:
+        status, messages = self.talk(frame(encode(Ping(1))))
+        assert status == 1
+        assert isinstance(messages[-1], Failed)

@@ -2,6 +2,7 @@
 
     billfish bench gemm --out benchmarks/gemm.json [--peers DIR]
     billfish bench gemm --ablation --out benchmarks/ablation_gemm.json
+    billfish bench gemm --chain --rows 1,16 --out benchmarks/gemm_chain.json
 
 All implementations of a case are captured in CUDA graphs and replayed in turns, so that they meet
 the same clock and power state. Each call of a graph has its own copy of the weights, enough of them
@@ -13,6 +14,7 @@ float64 product; one that is off is marked and not timed.
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from billfish.bench import record
 from billfish.bench.gemm_peers import PEER_VERSIONS, Maker, Matmul, makers
-from billfish.bench.turns import Call, time_in_turns
+from billfish.bench.turns import Call, elapsed_us, time_in_turns
 from billfish.kernels import marlin
 from billfish.kernels.marlin import reference
 from billfish.kernels.marlin.configs import HopperConfig, Product, hopper_config
@@ -49,13 +51,12 @@ def portable(codes: Tensor, scales: Tensor, group_size: int) -> Matmul:
     """The Triton kernel, where the Hopper kernel would run."""
     from billfish.kernels.marlin import triton_gemm
     from billfish.kernels.marlin.configs import triton_config
-    from billfish.kernels.marlin.workspace import processor_count
+    from billfish.kernels.marlin.workspace import gpu_of
 
     units = marlin.pack(codes, scales, group_size=group_size, dtype=scales.dtype).tensors[0]
-    processors = processor_count(units.device)
 
     def product(x: Tensor) -> Tensor:
-        config = triton_config(x.shape[0], units, processors)
+        config = triton_config(x.shape[0], units.shape, gpu_of(units.device))
         return triton_gemm.launch(x, units, Product(codes.shape[0]), config)
 
     return product
@@ -138,39 +139,109 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 """What turns each technique off."""
 
 
-def ablation(shape: tuple[int, int], m: int) -> list[dict[str, Any]]:
-    """Each technique that the configuration of this case uses, switched off in turn."""
-    from billfish.kernels.marlin import hopper_launch
-    from billfish.kernels.marlin.workspace import processor_count
-
-    n, k = shape
+def packed_copies(n: int, k: int) -> list[Tensor]:
+    """The units of one random fp16 weight, groups of 128, in copies that miss the L2 cache."""
     codes, scales = random_weights(n, k, 128, torch.float16)
     copies = min(40, -(-COLD_BYTES // weight_bytes("billfish", n, k, 128)))
-    weights = [
+    return [
         marlin.pack(codes, scales, group_size=128, dtype=torch.float16).tensors[0]
         for _ in range(copies)
     ]
-    x = torch.randn(m, k, device="cuda").half()
-    unit_shape: Any = tuple(weights[0].shape)
-    chosen = hopper_config(m, unit_shape, processor_count(x.device))
+
+
+def time_configs(
+    weights: list[Tensor], n: int, m: int, configs: Mapping[str, HopperConfig]
+) -> dict[str, tuple[float, float]]:
+    """(microseconds, spread) of the Hopper kernel for m tokens in several configurations."""
+    from billfish.kernels.marlin import hopper_launch
+
+    x = torch.randn(m, 128 * weights[0].shape[1], device="cuda").half()
+    calls: dict[str, list[Call]] = {
+        name: [partial(hopper_launch.launch, x, units, Product(n), config) for units in weights]
+        for name, config in configs.items()
+    }
+    return time_in_turns(calls)
+
+
+def ablation(shape: tuple[int, int], m: int, read_rate: float) -> list[dict[str, Any]]:
+    """Each technique that the configuration of this case uses, switched off in turn."""
+    from billfish.kernels.marlin.workspace import gpu_of
+
+    n, k = shape
+    weights = packed_copies(n, k)
+    chosen = hopper_config(m, weights[0].shape, gpu_of(weights[0].device))
     settings = {"all on": chosen}
     for name, off in TECHNIQUES.items():
         changed = replace(chosen, **off)
         if changed != chosen:
             settings[name] = changed
-
-    def calls(config: HopperConfig) -> list[Call]:
-        return [partial(hopper_launch.launch, x, units, Product(n), config) for units in weights]
-
-    times = time_in_turns({name: calls(config) for name, config in settings.items()})
+    moved = weight_bytes("billfish", n, k, 128) + 2 * m * (n + k)
     return [
         {
             "family": "marlin", "kernel": "hopper_gemm", "technique": name,
             "setting": "on" if name == "all on" else "off", "case": f"{n}x{k} M={m}",
-            "us": round(us, 2), "bytes": weight_bytes("billfish", n, k, 128) + 2 * m * (n + k),
+            "us": round(us, 2), "bytes": moved, "floor_us": round(moved / read_rate, 2),
         }
-        for name, (us, _) in times.items()
+        for name, (us, _) in time_configs(weights, n, m, settings).items()
     ]  # fmt: skip
+
+
+LAYER = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+"""(N, K) of the four products of a Llama 3 8B layer, in the order in which they run."""
+
+
+def chain(m: int, read_rate: float, layers: int = 8) -> list[dict[str, Any]]:
+    """The four products of a layer, each on the columns of the one before, in one CUDA graph.
+
+    `early launch` on and off, and with the epilogues that a model uses: residuals, and silu(gate) *
+    up in the third. floor_us: their bytes at the rate of reading cold memory.
+    """
+    from billfish.kernels.marlin import hopper_launch
+    from billfish.kernels.marlin.workspace import gpu_of
+
+    rows = []
+    made: dict[bool, list[marlin.PackedWeight]] = {False: [], True: []}
+    for _ in range(layers):
+        for n, k in LAYER:
+            codes, scales = random_weights(n, k, 128, torch.float16)
+            for gated, weights in made.items():
+                both = gated and n == 28672
+                weights.append(
+                    marlin.pack(codes, scales / 64, group_size=128, dtype=torch.half, silu_mul=both)
+                )
+    x = torch.randn(m, 4096, device="cuda").half()
+    gpu = gpu_of(x.device)
+
+    def run(gated: bool, pdl: bool) -> Tensor:
+        y = x
+        for index, weight in enumerate(made[gated]):
+            units = weight.tensors[0]
+            config = replace(hopper_config(m, units.shape, gpu), pdl=pdl)
+            residual = x if gated and index % 4 in (1, 3) else None
+            product = Product(weight.outputs, residual=residual, silu_mul=weight.silu_mul)
+            y = hopper_launch.launch(y[:, : weight.k], units, product, config)
+        return y
+
+    ways = {
+        f"{name}, early launch {'on' if pdl else 'off'}": [partial(run, gated, pdl)]
+        for gated, name in ((False, "products"), (True, "products with epilogues"))
+        for pdl in (True, False)
+    }
+    moved = sum(weight_bytes("billfish", n, k, 128) + 2 * m * (n + k) for n, k in LAYER)
+    for name, (us, spread) in time_in_turns(ways).items():
+        rows.append({
+            "case": f"chain M={m}", "m": m, "dtype": "float16", "group_size": 128,
+            "technique": name, "impl": "billfish", "us": round(us / layers, 2),
+            "spread": round(spread, 3), "bytes": moved, "floor_us": round(moved / read_rate, 2),
+        })  # fmt: skip
+    return rows
+
+
+def read_rate() -> float:
+    """Bytes a microsecond at which memory is read: the sum of 2 GiB, the best of a few."""
+    data = torch.ones(1 << 29, dtype=torch.float32, device="cuda")
+    best = min(elapsed_us(data.sum) for _ in range(8))
+    return data.nbytes / best
 
 
 def host_cost(m: int = 1, calls: int = 300) -> dict[str, float]:
@@ -202,6 +273,7 @@ def main(arguments: list[str]) -> None:
     cli.add_argument("--group-size", type=int, default=128)
     cli.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES))
     cli.add_argument("--ablation", action="store_true", help="time techniques, not peers")
+    cli.add_argument("--chain", action="store_true", help="time the products of a layer in a row")
     cli.add_argument("--time-limit", type=float, default=540, help="start no shape after (s)")
     options = cli.parse_args(arguments)
     rows = [int(m) for m in options.rows.split(",")]
@@ -210,14 +282,22 @@ def main(arguments: list[str]) -> None:
     head["versions"] |= PEER_VERSIONS if options.peers else {}
     kept: list[dict[str, Any]] = []
     began = time.monotonic()
-    peers = {} if options.ablation else makers(options.peers, rows)
-    print(host_cost(), flush=True)
+    peers = {} if options.ablation or options.chain else makers(options.peers, rows)
+    head["host"] = host_cost()
+    rate = read_rate()
+    head["read_gbps"] = round(rate / 1e3)
+    print(head["host"], head["read_gbps"], flush=True)
+    if options.chain:
+        kept = [row for m in rows for row in chain(m, rate)]
+        print_rows(kept)
+        record.write(options.out, head, kept)
+        return
     for n, k in shapes:
         if time.monotonic() - began > options.time_limit:
             print(f"out of time before {n}x{k}")
             break
         if options.ablation:
-            found = [row for m in rows for row in ablation((n, k), m)]
+            found = [row for m in rows for row in ablation((n, k), m, rate)]
         else:
             group_size = options.group_size
             weights = random_weights(n, k, group_size, DTYPES[options.dtype])
@@ -235,7 +315,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     lines: dict[Any, list[str]] = {}
     for row in rows:
         case = row.get("case") or f"{row['n']}x{row['k']} M={row['m']} {row['dtype']}"
-        name = row.get("impl") or row["technique"]
+        name = row.get("technique") or row["impl"]
         lines.setdefault(case, []).append(f"{name} {row.get('us', 'wrong')}")
     for case, entries in lines.items():
         print(case, " | ".join(entries), flush=True)

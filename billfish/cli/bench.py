@@ -20,6 +20,12 @@ def gemm(context: typer.Context) -> None:
     _run("gemm", context.args, needs_gpu=True)
 
 
+@app.command("tune", context_settings=_PASS_ON)
+def tune(context: typer.Context) -> None:
+    """The fastest configurations of the W4A16 kernel on this GPU, into the table it is run by."""
+    _run("tune", context.args, needs_gpu=True)
+
+
 @app.command("attention", context_settings=_PASS_ON)
 def attention(context: typer.Context) -> None:
     """Paged attention beside FlashAttention-3 and cuDNN, on a GPU."""

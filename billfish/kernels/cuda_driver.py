@@ -20,6 +20,8 @@ MAP_BYTES = 128
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)[^,\[)]*(?:\[(\d+)\])?\s*[,)]")
 _BYTES = {"b8": 1, "u8": 1, "s8": 1, "u16": 2, "s16": 2, "u32": 4, "s32": 4, "u64": 8, "s64": 8}
 _FORMAT = {4: "i", 8: "q", MAP_BYTES: f"{MAP_BYTES}s"}
+_ADDRESSES = [struct.Struct(f"<{count}Q") for count in range(9)]
+_BLOCKS, _STREAM = struct.Struct("<I"), struct.Struct("<Q")
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 _L2_PROMOTION_128B = 2  # CUtensorMapL2promotion
 
@@ -146,9 +148,9 @@ class PreparedLaunch:
             view, config = self._view, self._config
             for start, stop, data in chunks:
                 view[start:stop] = data
-            struct.pack_into(f"<{len(addresses)}Q", self._memory, self._starts[first], *addresses)
-            struct.pack_into("<I", config, 0, blocks)
-            struct.pack_into("<Q", config, 32, stream)
+            _ADDRESSES[len(addresses)].pack_into(self._memory, self._starts[first], *addresses)
+            _BLOCKS.pack_into(config, 0, blocks)
+            _STREAM.pack_into(config, 32, stream)
             result = self._launch(*self._call)
         if result:
             _check(result, "cannot launch a kernel")

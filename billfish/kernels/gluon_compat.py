@@ -60,5 +60,5 @@ if gluon_supported():
 
     def launch_is_watched() -> bool:
         """Whether somebody (a profiler) asked Triton to be told of launches."""
-        hooks = (_knobs.runtime.launch_enter_hook, _knobs.runtime.launch_exit_hook)
-        return any(getattr(hook, "calls", hook) for hook in hooks)
+        enter, leave = _knobs.runtime.launch_enter_hook, _knobs.runtime.launch_exit_hook
+        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

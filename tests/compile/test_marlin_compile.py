@@ -12,8 +12,8 @@ import triton
 
 from billfish.kernels.cuda_driver import parameter_bytes
 from billfish.kernels.gluon_compat import gluon_supported
-from billfish.kernels.marlin import configs, triton_gemm
-from billfish.kernels.marlin.configs import HopperConfig, Product, TritonConfig
+from billfish.kernels.marlin import configs, triton_gemm, tuning
+from billfish.kernels.marlin.configs import Gpu, HopperConfig, Product, TritonConfig
 from billfish.kernels.marlin.packing import unit_words
 from tests.compile.offline import MachineCode, fake_device, machine_code
 
@@ -25,7 +25,8 @@ if not gluon_supported():
 from billfish.kernels.marlin import hopper_launch, hopper_plan
 from billfish.kernels.marlin.hopper_gemm import w4a16_hopper
 
-PROCESSORS = 132
+H200 = Gpu("NVIDIA H200", 132)
+OTHER = Gpu("a GPU without a table", 132)
 SHARED_MEMORY = 232448  # bytes a block may use on sm_90
 DTYPES = (torch.float16, torch.bfloat16)
 KINDS = tuple(itertools.product((128, 64, 32, 16), ("symmetric", "integer", "offset"), DTYPES))
@@ -41,12 +42,13 @@ def units_for(n, k, group_size, zero_point):
 
 
 def shipped_configs() -> list[HopperConfig]:
-    """Every kernel that the heuristic chooses for some shape; the grid is no part of a kernel."""
+    """Every kernel that a table or the rules choose for some shape; the grid is no part of it."""
     shapes = [(64, 128), (4096, 4096), (4096, 14336), (28672, 4096), (8192, 28672), (57344, 8192)]
-    rows = [1, 9, 17, 33, 65, 100, 200, 256, 500, 1024, 4096, 8192]
+    rows = [*tuning.ROWS, 200, 500, 8192]
+    ways = ((H200, False), (OTHER, False), (OTHER, True))
     chosen = (
-        configs.hopper_config(m, units_for(n, k, 128, "symmetric"), PROCESSORS, batch_invariant)
-        for batch_invariant, m, (n, k) in itertools.product((False, True), rows, shapes)
+        configs.hopper_config(m, units_for(n, k, 128, "symmetric"), gpu, batch_invariant)
+        for (gpu, batch_invariant), m, (n, k) in itertools.product(ways, rows, shapes)
     )
     return list(dict.fromkeys(replace(config, grid_per_sm=1, stream_k=True) for config in chosen))
 
@@ -70,9 +72,7 @@ def compile_hopper(
     """
     m, n, k = config.tile_m + 1 if config.tile_m > 64 else config.tile_m, 512, 512
     shape = units_for(n, k, group_size, zero_point)
-    plan = hopper_plan.plan(
-        m, shape, dtype, PROCESSORS, n, zero_point, epilogue=epilogue, config=config
-    )
+    plan = hopper_plan.plan(m, shape, dtype, H200, n, zero_point, epilogue=epilogue, config=config)
     x, y = torch.empty(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
     units = torch.empty(shape, dtype=torch.int32)
     memory = (y, y, y, torch.empty(4), torch.empty(4, dtype=torch.int32))

@@ -18,7 +18,7 @@ import torch
 from billfish.errors import KernelArgumentError
 from billfish.kernels import marlin
 from billfish.kernels.marlin import reference
-from billfish.kernels.marlin.configs import Product
+from billfish.kernels.marlin.configs import Gpu, Product
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,6 +26,7 @@ pytestmark = [
 ]
 
 UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+OTHER = Gpu("a GPU without a table", 132)
 HALVES = (torch.float16, torch.bfloat16)
 ROWS = (
     *range(10), 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 118, 127, 128, 129, 176, 177, 255,
@@ -198,7 +199,7 @@ def test_portable_kernel(dtype, zero_point):
             matrix = Matrix(n, k, group_size, zero_point, dtype, seed=index)
             x = activations(m, k, dtype, index)
             units = matrix.packed().tensors[0]
-            config = triton_config(m, units, 132)
+            config = triton_config(m, units.shape, OTHER)
             y = triton_gemm.launch(x, units, Product(n, zero_point), config)
             check(y, x, matrix.exact())
 
@@ -256,7 +257,7 @@ def test_portable_epilogues(dtype):
         x, bias = activations(m, k, dtype), activations(1, n, dtype, 5)[0]
         residual = activations(m, outputs, dtype, 6)
         product = Product(outputs, "integer", bias, residual, silu_mul)
-        y = triton_gemm.launch(x, units, product, triton_config(m, units, 132))
+        y = triton_gemm.launch(x, units, product, triton_config(m, units.shape, OTHER))
         check_epilogue(y, x, matrix.exact(), bias, residual, silu_mul)
 
 
@@ -278,7 +279,7 @@ def test_batch_invariant_rows(dtype, group_size, zero_point, n, k, kernel):
             more = residual[rows]
             return marlin.w4a16_matmul(x[rows], packed, residual=more, batch_invariant=True)
         units = packed.tensors[0]
-        config = triton_config(len(x[rows]), units, 132, batch_invariant=True)
+        config = triton_config(len(x[rows]), units.shape, OTHER, batch_invariant=True)
         product = Product(packed.outputs, zero_point, None, residual[rows], True)
         return triton_gemm.launch(x[rows], units, product, config)
 
@@ -489,16 +490,20 @@ def test_repeats_are_bit_equal(m):
 
 
 def test_dirty_workspace():
-    """Partial sums are never read before they are written."""
+    """Partial sums are never read before they are written, and counters are left at zero."""
+    from billfish.kernels.marlin import workspace
+
     matrix = Matrix(1856, 7392, 32)
     packed = matrix.packed()
     x = activations(33, 7392, torch.float16)
     first = marlin.w4a16_matmul(x, packed)
     del matrix
+    pool = workspace._pools[x.device]
     for _ in range(3):
-        poison = torch.full((64 << 20,), float("nan"), device="cuda")
-        del poison
+        for sums, _ in pool._by_stream.values():
+            sums.fill_(float("nan"))
         assert torch.equal(marlin.w4a16_matmul(x, packed), first)
+        assert not any(counters.any() for _, counters in pool._by_stream.values())
 
 
 def test_early_launch_changes_nothing():
@@ -508,12 +513,12 @@ def test_early_launch_changes_nothing():
     from dataclasses import replace
 
     from billfish.kernels.marlin import configs, hopper_launch
-    from billfish.kernels.marlin.workspace import processor_count
+    from billfish.kernels.marlin.workspace import gpu_of
 
     matrix = Matrix(4096, 4096, 128, spread=0.002)
     units = matrix.packed().tensors[0]
     for m in (1, 64):
-        config = configs.hopper_config(m, tuple(units.shape), processor_count(units.device))
+        config = configs.hopper_config(m, units.shape, gpu_of(units.device))
         results = []
         for pdl in (True, False):
             setting = replace(config, pdl=pdl)

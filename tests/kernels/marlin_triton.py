@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from billfish.kernels.marlin import dequant, gpu, reference, triton_gemm
-from billfish.kernels.marlin.configs import Product, TritonConfig, triton_config
+from billfish.kernels.marlin.configs import Gpu, Product, TritonConfig, triton_config
 from billfish.kernels.marlin.packing import pack_units
 
 HALF_ULP = 2.0**-11  # of float16
@@ -99,10 +99,9 @@ def test_epilogues(m, n, k, zero_point, rows, split, bias, residual, silu_mul):
 def test_batch_invariant_rows():
     """A row alone and among others, bit for bit, with the tilings that the mode chooses."""
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(4)).half()
-    units = torch.empty(2, 2, 1056, dtype=torch.int32, device="meta")
     results = {}
     for m in (1, 17, 40):
-        config = triton_config(m, units, 132, batch_invariant=True)
+        config = triton_config(m, (2, 2, 1056), Gpu("some GPU", 132), batch_invariant=True)
         results[m], *_ = multiply(m, 128, 256, 128, "symmetric", config, x=x[:m])
     assert torch.equal(results[1], results[40][:1])
     assert torch.equal(results[17], results[40][:17])

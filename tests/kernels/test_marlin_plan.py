@@ -1,5 +1,7 @@
 """How the Hopper kernel's work is divided, and what its configurations claim: no GPU needed."""
 
+import json
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,12 +9,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from billfish.bench.tune import candidates
 from billfish.errors import KernelArgumentError
-from billfish.kernels.marlin import hopper_plan
-from billfish.kernels.marlin.configs import HopperConfig, hopper_config, triton_config
+from billfish.kernels.marlin import hopper_launch, hopper_plan, tuning
+from billfish.kernels.marlin.configs import Gpu, HopperConfig, Product, hopper_config, triton_config
 from billfish.kernels.marlin.packing import unit_words
 
 PROCESSORS = 132
+GPU = Gpu("a GPU without a table", PROCESSORS)
 quick = settings(max_examples=200, deadline=None, derandomize=True)
 
 configurations = st.builds(
@@ -84,7 +88,7 @@ SHAPES = [(64, 16), (576, 1408), (4096, 4096), (4096, 14336), (28672, 4096), (57
 
 def make_plan(config):
     units = (64, 32, unit_words(128, False))
-    return hopper_plan.plan(9, units, torch.float16, PROCESSORS, 4096, config=config)
+    return hopper_plan.plan(9, units, torch.float16, GPU, 4096, config=config)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -95,7 +99,7 @@ def test_plans_fit_the_multiprocessor(group_size, zero_point, batch_invariant):
         for n, k in SHAPES:
             units = (-(-n // 64), -(-k // 128), unit_words(group_size, zero_point != "symmetric"))
             plan = hopper_plan.plan(
-                m, units, torch.float16, PROCESSORS, n, zero_point, batch_invariant=batch_invariant
+                m, units, torch.float16, GPU, n, zero_point, batch_invariant=batch_invariant
             )
             config, constants = plan.config, plan.constants
             memory = constants["STAGES"] * config.stage_bytes(plan.meta_rows)
@@ -119,23 +123,93 @@ def test_workspace_is_sized_by_the_division():
     assert plan.partial_size == plan.counter_count == 0
 
 
+def test_one_kernel_serves_whole_and_divided_tiles(monkeypatch):
+    """It is compiled for the dtypes of its arguments, which must not depend on the division."""
+    seen = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: seen.append((arguments, constants))
+
+    monkeypatch.setattr(hopper_launch, "w4a16_hopper", Kernel())
+    monkeypatch.setattr(hopper_launch, "gpu_of", lambda device: GPU)
+    monkeypatch.setattr(hopper_launch, "_Launcher", lambda kernel: None)
+    for steps in (1, 64):
+        x = torch.zeros(1, 128 * steps, dtype=torch.float16)
+        units = torch.zeros(64, steps, 1056, dtype=torch.int32)
+        hopper_launch.launch(x, units, Product(4096))
+    whole, divided = seen
+    assert whole[1] == divided[1]
+    dtypes = [[a.dtype for a in arguments[3:8]] for arguments, _ in seen]
+    assert dtypes[0] == dtypes[1] == [torch.float16] * 3 + [torch.float32, torch.int32]
+    assert divided[0][6].numel() > whole[0][6].numel()
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_batch_invariant_plans_add_up_in_one_order(shape):
     """The order is that of the steps of a tile, with the scale on fragments, for every m."""
     units = (-(-shape[0] // 64), -(-shape[1] // 128), unit_words(128, False))
     for m in (1, 8, 9, 33, 64, 65, 129, 300, 5000):
-        config = hopper_config(m, units, PROCESSORS, True)
+        config = hopper_config(m, units, GPU, True)
         division = hopper_plan.divide(config, m, *units[:2], PROCESSORS)
         assert division.divided == 0
         assert not config.sum_scale
         assert config.tile_m >= min(m, 128)
-        assert triton_config(m, torch.empty(units, device="meta"), PROCESSORS, True).split == 1
+        assert triton_config(m, units, GPU, True).split == 1
 
 
 def test_heuristics_cover_every_size():
     for m in range(1, 600):
-        config = hopper_config(m, (64, 32, 1056), PROCESSORS)
+        config = hopper_config(m, (64, 32, 1056), GPU)
         assert config.tile_m in (8, 16, 32, 64, 128, 256)
-        tiling = triton_config(m, torch.empty(64, 32, 1056, device="meta"), PROCESSORS)
+        tiling = triton_config(m, (64, 32, 1056), GPU)
         assert tiling.tile_m >= min(m, 64)
         assert tiling.split <= 32
+
+
+def test_a_table_serves_its_weight_up_to_each_number_of_tokens(tmp_path, monkeypatch):
+    rows = [
+        {"n": 4096, "k": 4096, "m": 16, "config": {"rows": 64, "consumers": 1, "tile_m": 16,
+                                                   "stages": 3}},
+        {"n": 4096, "k": 4096, "m": 256, "config": {"rows": 64, "consumers": 2, "tile_m": 128,
+                                                    "stages": 4, "sum_scale": False}},
+    ]  # fmt: skip
+    path = tmp_path / "some_gpu.json"
+    path.write_text(json.dumps({"rows": rows}))
+    monkeypatch.setattr(tuning, "table_path", lambda name: path)
+    tuning._table.cache_clear()
+    gpu, units, other = Gpu("Some GPU", PROCESSORS), (64, 32, 1056), (65, 32, 1056)
+    for m in range(1, 600):
+        expected = rows[0] if 8 < m <= 16 else rows[1] if 128 < m <= 256 else None
+        rule = hopper_config(m, units, GPU)
+        want = HopperConfig(**expected["config"]) if expected else rule
+        assert hopper_config(m, units, gpu) == want
+        assert hopper_config(m, other, gpu) == hopper_config(m, other, GPU)
+        assert hopper_config(m, units, gpu, True) == hopper_config(m, units, GPU, True)
+    tuning._table.cache_clear()
+
+
+def test_tables_in_the_package_are_whole():
+    tables = sorted(tuning.table_path("NVIDIA H200").parent.glob("*.json"))
+    for path in tables:
+        table = json.loads(path.read_text())
+        assert tuning.table_path(table["device"]) == path
+        keys = [(row["n"], row["k"], row["m"]) for row in table["rows"]]
+        assert len(set(keys)) == len(keys)
+        for row in table["rows"]:
+            config = HopperConfig(**row["config"])
+            assert row["m"] in tuning.ROWS
+            assert row["us"] < row["us_by_rule"]
+            assert config in [*candidates(row["m"])]
+
+
+@pytest.mark.parametrize("m", tuning.ROWS)
+def test_candidates_for_tuning_fit(m):
+    """Each is a kernel that can be launched, and the choice by rules is among them or simpler."""
+    for config in candidates(m):
+        meta_rows = 1
+        stages = min(config.stages, hopper_plan.max_stages(config, meta_rows))
+        assert stages >= 2
+        assert config.blocks_per_sm * (stages * config.stage_bytes(meta_rows) + 1024) <= 228 * 1024
+        assert hopper_plan.divide(config, m, 64, 32, PROCESSORS).blocks > 0
+        assert not (config.carry and config.sum_scale)

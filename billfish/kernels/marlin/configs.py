@@ -5,6 +5,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from billfish.kernels.marlin import tuning
+
+
+class Gpu(NamedTuple):
+    """What a configuration depends on: the name that CUDA gives a GPU, and its multiprocessors."""
+
+    name: str
+    processors: int
+
 
 class Product(NamedTuple):
     """What a kernel computes besides X [M, K] times units of `zero_point`: its epilogue.
@@ -71,16 +80,18 @@ class TritonConfig:
 
 
 def hopper_config(
-    m: int, units: tuple[int, ...], processors: int, batch_invariant: bool = False
+    m: int, units: tuple[int, ...], gpu: Gpu, batch_invariant: bool = False
 ) -> HopperConfig:
     """The configuration for m tokens and units of shape (blocks, steps, words).
 
-    With `batch_invariant`, one that adds the products of a row up in an order that does not depend
-    on m: tiles are not shared, and the scale always goes to the fragments.
+    That of the GPU's table where it has this weight, else one by rules. With `batch_invariant`, one
+    that adds the products of a row up in an order that does not depend on m: tiles are not shared,
+    and the scale always goes to the fragments.
     """
     if batch_invariant:
-        return _invariant(m, _default(m, units, processors))
-    return _default(m, units, processors)
+        return _invariant(m, _by_rule(m, units, gpu.processors))
+    tuned = tuning.lookup(gpu.name, m, units)
+    return HopperConfig(**tuned) if tuned else _by_rule(m, units, gpu.processors)
 
 
 def _invariant(m: int, config: HopperConfig) -> HopperConfig:
@@ -95,7 +106,7 @@ def _invariant(m: int, config: HopperConfig) -> HopperConfig:
     )  # fmt: skip
 
 
-def _default(m: int, units: tuple[int, ...], processors: int) -> HopperConfig:
+def _by_rule(m: int, units: tuple[int, ...], processors: int) -> HopperConfig:
     """What was fastest on an H200 (132 multiprocessors).
 
     Below 64 tokens reading weights is the work, so the bytes a multiprocessor reads decide: small
@@ -130,17 +141,17 @@ def _default(m: int, units: tuple[int, ...], processors: int) -> HopperConfig:
 
 
 def triton_config(
-    m: int, units: Tensor, processors: int, batch_invariant: bool = False
+    m: int, units: tuple[int, ...], gpu: Gpu, batch_invariant: bool = False
 ) -> TritonConfig:
-    """The portable kernel's configuration for m tokens.
+    """The portable kernel's configuration for m tokens and units of shape (blocks, steps, words).
 
     With `batch_invariant` columns are not split: what is split depends on m.
     """
-    blocks, steps, _ = units.shape
+    blocks, steps, _ = units
     tile_m = next((t for t in (16, 32) if m <= t), 64)
-    rows = 128 if blocks > processors else 64
+    rows = 128 if blocks > gpu.processors else 64
     tiles = -(-blocks * 64 // rows) * -(-m // tile_m)
     split = 1
-    while not batch_invariant and tiles * split < 2 * processors and split * 8 <= steps:
+    while not batch_invariant and tiles * split < 2 * gpu.processors and split * 8 <= steps:
         split *= 2
     return TritonConfig(rows=rows, tile_m=tile_m, split=split, stages=4 if tile_m <= 32 else 3)

@@ -23,7 +23,7 @@ from billfish.errors import KernelArgumentError
 from billfish.kernels._library import bad_argument
 from billfish.kernels.marlin.configs import Product, triton_config
 from billfish.kernels.marlin.packing import pack_units, unpack_units
-from billfish.kernels.marlin.workspace import processor_count
+from billfish.kernels.marlin.workspace import gpu_of
 
 if TYPE_CHECKING:
     from billfish.kernels.marlin.weight import PackedWeight
@@ -154,7 +154,8 @@ def w4a16_matmul(
     batch_invariant: bool,
 ) -> Tensor:
     """The operation on a CUDA device. Everything about the weight is in `weight[0]`, the units."""
-    rows = x.reshape(-1, x.shape[-1])
+    flat = x.dim() == 2  # views cost a microsecond each
+    rows = x if flat else x.reshape(-1, x.shape[-1])
     if perm is not None:
         if layout.startswith("sliced"):
             rows = torch.nn.functional.pad(rows, (0, 1))
@@ -166,12 +167,12 @@ def w4a16_matmul(
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
     product = Product(outputs, layout.partition("-")[2], bias, residual, silu_mul)
-    if x.device.index == torch.cuda.current_device():
+    if x.device.index == torch._C._cuda_getDevice():
         y = multiply(rows, weight[0], product, batch_invariant)
     else:
         with torch.cuda.device(x.device):
             y = multiply(rows, weight[0], product, batch_invariant)
-    return y.view(*x.shape[:-1], outputs)
+    return y if flat else y.view(*x.shape[:-1], outputs)
 
 
 def multiply(x: Tensor, units: Tensor, product: Product, batch_invariant: bool = False) -> Tensor:
@@ -184,7 +185,7 @@ def multiply(x: Tensor, units: Tensor, product: Product, batch_invariant: bool =
         )
     from billfish.kernels.marlin import triton_gemm
 
-    tiling = triton_config(x.shape[0], units, processor_count(x.device), batch_invariant)
+    tiling = triton_config(x.shape[0], units.shape, gpu_of(x.device), batch_invariant)
     x = x if x.stride(1) == 1 else x.contiguous()
     return triton_gemm.launch(x, units, product, tiling)
 

@@ -5,6 +5,7 @@ of these products. So all that a call shares with earlier ones is kept: the plan
 compiled kernel, which is launched directly.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from billfish.kernels.marlin.configs import HopperConfig, Product
 from billfish.kernels.marlin.hopper_gemm import w4a16_hopper
 from billfish.kernels.marlin.hopper_plan import Plan, plan
 from billfish.kernels.marlin.packing import CODE_WORDS, UNIT_K
-from billfish.kernels.marlin.workspace import processor_count, zeroed_counters
+from billfish.kernels.marlin.workspace import gpu_of, workspace
 
 # How TMA lays out a stage in shared memory.
 _CODE_SMEM = gl.NVMMASharedLayout(128, 32, 4)
@@ -118,15 +119,15 @@ def launch(
     device = x.device
     outputs, zero_point, bias, residual, silu_mul = product
     p = plan(
-        x.shape[0], units.shape, x.dtype, processor_count(device), outputs, zero_point,
+        x.shape[0], units.shape, x.dtype, gpu_of(device), outputs, zero_point,
         epilogue=(bias is not None, residual is not None, silu_mul),
         batch_invariant=batch_invariant, config=config,
     )  # fmt: skip
     y = torch.empty((p.m, outputs), dtype=x.dtype, device=device)
-    partial, counters = y, units  # never touched where no tile is divided
+    # Never touched where no tile is divided, but of one dtype: the kernel is the same.
+    partial, counters = _no_sums(device), units
     if p.partial_size:
-        partial = torch.empty(p.partial_size, dtype=torch.float32, device=device)
-        counters = zeroed_counters(device, p.counter_count)
+        partial, counters = workspace(device, p.partial_size, p.counter_count)
     bias = y if bias is None else _aligned(bias)
     residual = y if residual is None else _aligned(residual)
     launcher = p.launchers.get(device.index)
@@ -139,6 +140,11 @@ def launch(
         )  # fmt: skip
         launcher(p, x, units, addresses)
     return y
+
+
+@cache
+def _no_sums(device: torch.device) -> Tensor:
+    return torch.empty(4, dtype=torch.float32, device=device)
 
 
 def _aligned(added: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from billfish.errors import KernelArgumentError
 from billfish.kernels.marlin import dequant
-from billfish.kernels.marlin.configs import HopperConfig, hopper_config
+from billfish.kernels.marlin.configs import Gpu, HopperConfig, hopper_config
 from billfish.kernels.marlin.packing import CODE_WORDS, META_WORDS, UNIT_N
 
 _REGISTERS = 65536  # 32-bit registers of a multiprocessor
@@ -176,7 +176,7 @@ def plan(
     m: int,
     units: tuple[int, ...],
     dtype: torch.dtype,
-    processors: int,
+    gpu: Gpu,
     outputs: int,
     zero_point: str = "symmetric",
     *,
@@ -188,8 +188,8 @@ def plan(
 
     epilogue: whether it has a bias and a residual, and whether it is silu(gate) * up.
     """
-    config = config or hopper_config(m, units, processors, batch_invariant)
-    return Plan(m, outputs, units, zero_point, dtype, *epilogue, processors, config)
+    config = config or hopper_config(m, units, gpu, batch_invariant)
+    return Plan(m, outputs, units, zero_point, dtype, *epilogue, gpu.processors, config)
 
 
 def max_stages(config: HopperConfig, meta_rows: int) -> int:

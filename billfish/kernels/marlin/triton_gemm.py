@@ -23,7 +23,7 @@ from torch import Tensor
 from billfish.kernels.marlin import dequant
 from billfish.kernels.marlin.configs import Product, TritonConfig
 from billfish.kernels.marlin.packing import CODE_WORDS, UNIT_K, UNIT_N, stored_groups
-from billfish.kernels.marlin.workspace import zeroed_counters
+from billfish.kernels.marlin.workspace import workspace
 
 _CODES = tl.constexpr(CODE_WORDS)
 _UNIT_N = tl.constexpr(UNIT_N)
@@ -242,8 +242,7 @@ def launch(
     if config.split > 1:
         tiles = programs[0] * programs[1]
         size = tiles * config.split * config.rows * config.tile_m
-        partial = torch.empty(size, dtype=torch.float32, device=x.device)
-        counters = zeroed_counters(x.device, tiles)
+        partial, counters = workspace(x.device, size, tiles)
     positional, keywords = arguments(x, units, y, partial, counters, product, config, interpret)
     w4a16_triton[programs](*positional, **keywords)
     return y

@@ -1,60 +1,74 @@
-"""Memory that GEMM kernels share: counters of arrivals that are zero whenever no kernel runs."""
+"""Memory that GEMM kernels share: sums of parts of tiles, and counters of who has left his."""
 
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from billfish.kernels.marlin.configs import Gpu
+
 _STREAM_COUNTERS = 1 << 14
 _CAPTURED_COUNTERS = 1 << 20  # 4 MiB a device: a few thousand captured calls
 
 
 @cache
-def processor_count(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def gpu_of(device: torch.device) -> Gpu:
+    """What configurations depend on, of a CUDA device."""
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(properties.name, properties.multi_processor_count)
 
 
 class _Pool:
-    """Counters of one device, all zero between kernels: each kernel leaves them as it found them.
+    """The workspaces of one device: float32 sums, and counters that are zero between kernels.
 
-    Calls on one stream run one after another and share counters. A captured call may be replayed
-    on any stream, beside any other, so it gets counters of its own, for ever.
+    Calls on one stream run one after another and share a workspace, which is as large as the
+    largest of them needed and is kept. A captured call may be replayed on any stream, beside any
+    other, so it gets counters of its own, for ever, and sums from the graph's memory.
     """
 
     def __init__(self) -> None:
-        self._by_stream: dict[int, Tensor] = {}
+        self._by_stream: dict[int, tuple[Tensor, Tensor]] = {}
         self._slabs: list[Tensor] = []  # kept for ever: graphs point into them
         self._taken = 0
 
-    def for_stream(self, device: torch.device, stream: int, count: int) -> Tensor:
+    def for_stream(
+        self, device: torch.device, stream: int, sums: int, counters: int
+    ) -> tuple[Tensor, Tensor]:
+        kept = self._by_stream.get(stream)
+        if kept is not None and kept[0].numel() >= sums and kept[1].numel() >= counters:
+            return kept
         if not self._slabs or self._taken * 2 > _CAPTURED_COUNTERS:
             # Memory cannot be cleared under capture without a kernel in the graph, so do it now.
             self._slabs.append(torch.zeros(_CAPTURED_COUNTERS, dtype=torch.int32, device=device))
             self._taken = 0
-        counters = self._by_stream.get(stream)
-        if counters is None or counters.numel() < count:
-            size = max(count, _STREAM_COUNTERS)
-            counters = torch.zeros(size, dtype=torch.int32, device=device)
-            self._by_stream[stream] = counters
-        return counters
+        if kept is not None:
+            sums, counters = max(sums, kept[0].numel()), max(counters, kept[1].numel())
+        kept = (
+            torch.empty(sums, dtype=torch.float32, device=device),
+            torch.zeros(max(counters, _STREAM_COUNTERS), dtype=torch.int32, device=device),
+        )
+        self._by_stream[stream] = kept
+        return kept
 
-    def for_capture(self, device: torch.device, count: int) -> Tensor:
-        if not self._slabs or self._taken + count > _CAPTURED_COUNTERS:
-            return torch.zeros(count, dtype=torch.int32, device=device)
-        counters = self._slabs[-1][self._taken : self._taken + count]
-        self._taken += -(-count // 64) * 64  # so that every slice is aligned
-        return counters
+    def for_capture(self, device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
+        own = torch.empty(sums, dtype=torch.float32, device=device)
+        if not self._slabs or self._taken + counters > _CAPTURED_COUNTERS:
+            return own, torch.zeros(counters, dtype=torch.int32, device=device)
+        slab = self._slabs[-1][self._taken : self._taken + counters]
+        self._taken += -(-counters // 64) * 64  # so that every slice is aligned
+        return own, slab
 
 
 _pools: dict[torch.device, _Pool] = {}
 
 
-def zeroed_counters(device: torch.device, count: int) -> Tensor:
-    """At least `count` int32 zeros for one call on the device's current stream."""
+def workspace(device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
+    """At least `sums` float32, and `counters` int32 zeros, for one call on the current stream."""
     if device.type != "cuda":
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    pool = _pools.setdefault(device, _Pool())
-    if torch.cuda.is_current_stream_capturing():
-        return pool.for_capture(device, count)
-    return pool.for_stream(device, torch._C._cuda_getCurrentRawStream(device.index), count)
+        own = torch.empty(sums, dtype=torch.float32, device=device)
+        return own, torch.zeros(counters, dtype=torch.int32, device=device)
+    pool = _pools.get(device) or _pools.setdefault(device, _Pool())
+    if torch._C._cuda_isCurrentStreamCapturing():
+        return pool.for_capture(device, sums, counters)
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    return pool.for_stream(device, stream, sums, counters)

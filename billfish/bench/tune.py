@@ -1,0 +1,158 @@
+"""Finds the fastest configurations of the W4A16 kernel on this GPU and writes its table.
+
+    billfish bench tune [--shapes 4096x4096,...] [--rows 1,8,...] [--out FILE]
+
+Every configuration that might do well is timed as in `billfish bench gemm`, beside the one by
+rules; a row is kept where the fastest beats that one by more than --gain. Without --out the table
+is the one that the installed package reads (kernels/marlin/tuned/), so the next process uses it.
+Shapes are tuned with fp16 and groups of 128 and serve every dtype and kind of weight.
+"""
+
+import argparse
+import itertools
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from billfish.bench import record
+from billfish.bench.gemm import SHAPES, packed_copies, time_configs
+from billfish.errors import ConfigError
+from billfish.kernels.marlin import tuning
+from billfish.kernels.marlin.configs import Gpu, HopperConfig, Product, hopper_config
+
+_SAME = 2e-3  # results of two configurations differ by rounding, in the norm
+
+
+def candidates(m: int) -> list[HopperConfig]:
+    """Configurations worth timing for m tokens: those of the rules for any size, and neighbours."""
+    if m <= 32:
+        tile_m = next(t for t in (8, 16, 32) if m <= t)
+        forms = [
+            HopperConfig(rows=128, consumers=1, tile_m=tile_m, stages=5, blocks_per_sm=3),
+            HopperConfig(rows=64, consumers=2, tile_m=tile_m, stages=6, blocks_per_sm=2),
+            HopperConfig(rows=128, consumers=2, tile_m=tile_m, stages=7),
+        ]
+        if tile_m == 32:
+            forms = [replace(forms[1], stages=5), forms[2]]
+        return [
+            replace(form, grid_per_sm=grid)
+            for form in forms
+            for grid in range(1, form.blocks_per_sm + 1)
+        ]
+    large = {"sum_scale": False}
+    forms = [
+        HopperConfig(rows=64, consumers=4, tile_m=64, stages=5),
+        HopperConfig(rows=64, consumers=4, tile_m=64, stages=5, **large),
+        HopperConfig(rows=128, consumers=2, tile_m=64, stages=5),
+        HopperConfig(rows=64, consumers=2, tile_m=64, stages=4, carry=True, **large),
+    ]
+    if m > 64:
+        forms += [
+            HopperConfig(rows=64, consumers=2, tile_m=128, stages=4, carry=carry, **large)
+            for carry in (False, True)
+        ]
+        forms.append(HopperConfig(rows=128, consumers=2, tile_m=128, stages=4, **large))
+    if m > 128:
+        forms = [form for form in forms if form.tile_m > 64 or m <= 256]
+        forms.append(HopperConfig(rows=64, consumers=2, tile_m=256, stages=3, **large))
+    if m <= 256:
+        return forms + [replace(form, stream_k=False) for form in forms]
+    return [replace(form, group_m=group) for form in forms for group in (4, 8, 16)]
+
+
+def compile_all(cases: Sequence[tuple[HopperConfig, int]], jobs: int) -> None:
+    """Compile the kernels in processes of their own; they leave them in Triton's cache on disk."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        list(pool.map(_compile, cases))
+
+
+def _compile(case: tuple[HopperConfig, int]) -> None:
+    from billfish.kernels.marlin import hopper_launch
+
+    config, m = case
+    units = torch.zeros(8, 4, 1056, dtype=torch.int32, device="cuda")
+    x = torch.zeros(m, 512, dtype=torch.float16, device="cuda")
+    hopper_launch.launch(x, units, Product(512), config)
+    torch.cuda.synchronize()
+
+
+def tune(
+    shape: tuple[int, int], rows: Sequence[int], gpu: Gpu, gain: float
+) -> list[dict[str, Any]]:
+    """The rows of the table for one weight."""
+    from billfish.kernels.marlin import hopper_launch
+
+    n, k = shape
+    weights = packed_copies(n, k)
+    untuned = Gpu("", gpu.processors)
+    found = []
+    for m in rows:
+        default = hopper_config(m, weights[0].shape, untuned)
+        x = torch.randn(m, k, device="cuda").half()
+        expected = hopper_launch.launch(x, weights[0], Product(n), default).float()
+        trials = {"by rule": default}
+        for config in candidates(m):
+            y = hopper_launch.launch(x, weights[0], Product(n), config).float()
+            if config != default and float((y - expected).norm() / expected.norm()) < _SAME:
+                trials[str(len(trials))] = config
+        times = {name: us for name, (us, _) in time_configs(weights, n, m, trials).items()}
+        best = min(times, key=lambda name: times[name])
+        won = times["by rule"] / times[best] - 1
+        print(
+            f"{n}x{k} M={m}: {times['by rule']:.2f} us by rule, best {times[best]:.2f}", flush=True
+        )
+        for name, us in sorted(times.items(), key=lambda item: item[1])[:4]:
+            print("   ", round(us, 2), _changed(trials[name]), flush=True)
+        if won > gain:
+            found.append({
+                "n": n, "k": k, "m": m, "us": round(times[best], 2),
+                "us_by_rule": round(times["by rule"], 2), "config": _changed(trials[best]),
+            })  # fmt: skip
+    return found
+
+
+def _changed(config: HopperConfig) -> dict[str, Any]:
+    """The fields of a configuration that are not the defaults."""
+    plain = asdict(HopperConfig(rows=0, consumers=0, tile_m=0, stages=0))
+    return {name: value for name, value in asdict(config).items() if value != plain[name]}
+
+
+def main(arguments: list[str]) -> None:
+    cli = argparse.ArgumentParser(
+        prog="billfish bench tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    cli.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES))
+    cli.add_argument("--rows", default=",".join(map(str, tuning.ROWS)), help="numbers of tokens")
+    cli.add_argument("--gain", type=float, default=0.02, help="what a row must win to be kept")
+    cli.add_argument("--out", help="JSON file to write; by default the table of this GPU")
+    cli.add_argument("--jobs", type=int, default=8, help="processes that compile")
+    options = cli.parse_args(arguments)
+    rows = [int(m) for m in options.rows.split(",")]
+    if not set(rows) <= set(tuning.ROWS):
+        raise ConfigError(f"--rows: got {options.rows}, expected some of {tuning.ROWS}")
+    if torch.cuda.get_device_capability() != (9, 0):
+        raise ConfigError("bench tune tunes the Hopper kernel, which this GPU does not run")
+    from billfish.kernels.marlin.workspace import gpu_of
+
+    gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
+    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
+    compile_all([(config, m) for m in rows for config in candidates(m)], options.jobs)
+    found = [tune((n, k), rows, gpu, options.gain) for n, k in shapes]
+    out = Path(options.out) if options.out else tuning.table_path(gpu.name)
+    out.parent.mkdir(exist_ok=True)
+    head = record.environment("billfish bench tune " + " ".join(arguments))
+    record.write(str(out), head, list(itertools.chain(*found)))
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -27,6 +27,7 @@ from billfish.engine.request_checks import (
     TokenSequences,
     check_cache_salt,
     check_min_tokens,
+    check_priority,
     check_sampling,
     check_token_range,
 )
@@ -167,6 +168,7 @@ class Engine:
         *,
         bad_word_ids: TokenSequences = (),
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> None:
         """Queue a request. Nothing has changed if it is refused.
 
@@ -175,12 +177,14 @@ class Engine:
         cache_salt: only requests with the same one share blocks of equal beginnings, and so can
         tell by the time it takes whether another was there before; None is what all without one
         share.
+        priority: lower numbers are served first, equal ones as they come (`scheduler`).
         InvalidRequestError: an argument is wrong, or the id belongs to a request that has not
         ended. CapacityError: it can never fit. QueueFullError: max_waiting
         requests wait already.
         """
         self._check_request_id(request_id)
         check_cache_salt(cache_salt)
+        check_priority(priority)
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError("params", f"must be SamplingParams, got {shown(params)}")
         stop_ids = frozenset(params.stop_token_ids)
@@ -217,6 +221,7 @@ class Engine:
                     prompt_logprobs=prompt_logprobs,
                 ),
                 cache_salt=cache_salt,
+                priority=priority,
             )
             for index, detokenizer in enumerate(detokenizers)
         ]

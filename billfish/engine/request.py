@@ -23,7 +23,7 @@ class Request:
     request_id: what its owner calls the request, the same for all its samples. index: which of them
     this is. sequence_id: what plans call it. max_tokens: most tokens it may generate, resolved.
     stop_ids: token ids that end it. bad_word_ids: token sequences that it must not generate.
-    cache_salt: see `prefix_cache`.
+    cache_salt: see `prefix_cache`. priority: see `scheduler`.
 
     num_tokens: tokens of prompt and output, those included that the plans made so far will choose:
     num_pending of them are not known yet. num_computed_tokens: those whose KV is in the
@@ -48,6 +48,7 @@ class Request:
     detokenizer: Detokenizer
     record: RequestRecord
     cache_salt: str | None = None
+    priority: int = 0
     sequence_id: str = field(init=False)
     num_tokens: int = field(init=False)
     num_computed_tokens: int = 0

@@ -73,6 +73,14 @@ def check_min_tokens(params: SamplingParams, max_tokens: int) -> None:
         )
 
 
+def check_priority(priority: int) -> None:
+    """InvalidRequestError unless it is an integer of 32 bits."""
+    if type(priority) is not int or not -(2**31) <= priority < 2**31:
+        raise InvalidRequestError(
+            "priority", f"must be an integer in -2^31..2^31 - 1, got {shown(priority)}"
+        )
+
+
 def check_cache_salt(cache_salt: str | None) -> None:
     """InvalidRequestError unless it is None or a text of 1 to MAX_CACHE_SALT_LENGTH characters."""
     if cache_salt is None:

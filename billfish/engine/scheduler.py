@@ -1,9 +1,14 @@
 """Decides what each step computes. It knows tokens, not phases, and never looks at their values.
 
-Requests are served strictly in order of arrival, the samples of one in order of their numbers.
-`running` is in that order, so is `waiting`, and all that run arrived before all that wait: only the
-oldest waiting request is admitted, and only the youngest running one is preempted, to become the
-oldest that waits. (Here each sample is a request of its own.)
+Requests are served in order of priority, lower numbers first, and those of one priority strictly in
+order of arrival, the samples of one in order of their numbers. "Older" means earlier in that order.
+`running` is in it, so is `waiting`, and of one priority all that run arrived before all that wait:
+only the oldest waiting request is admitted, and only the youngest running one is preempted, to
+become the oldest of its priority that waits. (Here each sample is a request of its own.)
+
+A request that waits never takes the seat or the blocks of one that runs, whatever their priorities:
+it comes next. Nothing is promised to a priority while older ones keep coming; among those of one
+priority nobody starves.
 
 Three rules keep a full cache from thrashing:
 
@@ -16,8 +21,8 @@ Three rules keep a full cache from thrashing:
 - A preempted request counts as a waiting one, so it comes back by the same rule, whether its KV is
   computed again or swapped in.
 
-The oldest request is never preempted and its blocks always suffice, since a request that cannot fit
-into the whole pool is refused at the door. So every step makes progress and every request ends.
+The oldest request that runs is never preempted and its blocks always suffice, since a request that
+cannot fit into the whole pool is refused at the door. So every step makes progress.
 
 A sample that waits behind one whose prompt is complete in this step is forked from it, at no cost
 but that of its own tokens. While a prompt is computed it takes what is left of each step's budget,
@@ -25,7 +30,7 @@ so nobody younger is admitted before its samples. Samples for which there are no
 that moment wait, and are admitted like anybody else: their prompt is in the prefix cache.
 """
 
-from collections import OrderedDict
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -35,6 +40,7 @@ from billfish.engine.block_manager import BlockManager
 from billfish.engine.plan import Admission, Fork, StepPlan, Work
 from billfish.engine.prefix_cache import CachedBlock
 from billfish.engine.request import Request
+from billfish.engine.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,7 @@ class Scheduler:
         self.config = config
         self.blocks = blocks
         self.running: list[Request] = []
-        self.waiting: OrderedDict[str, Request] = OrderedDict()
+        self.waiting = WaitingQueue()
         self.num_preemptions = 0
         self.num_swaps = 0
         self.num_forks = 0
@@ -88,16 +94,16 @@ class Scheduler:
         return not (self.running or self.waiting or self._released)
 
     def add(self, request: Request) -> None:
-        self.waiting[request.sequence_id] = request
+        self.waiting.add(request)
 
     def remove(self, request: Request) -> None:
         """Take a request that has ended off the books; the next plan tells the executor."""
-        if self.waiting.pop(request.sequence_id, None) is None:
+        if self.waiting.remove(request):
+            self.blocks.forget_swapped(request)
+        else:
             self.running.remove(request)
             self._released.append(request.sequence_id)
             self.blocks.give_up(request)
-        else:
-            self.blocks.forget_swapped(request)
 
     def succeed(self, step: ScheduledStep) -> None:
         """A step has been computed: what is in its blocks can be shared from now on."""
@@ -193,8 +199,7 @@ class Scheduler:
             self.blocks.give_up(request)
         request.record.preemptions += 1
         self.num_preemptions += 1
-        self.waiting[request.sequence_id] = request
-        self.waiting.move_to_end(request.sequence_id, last=False)
+        self.waiting.add(request, in_front=True)
 
     def _admit(self, step: _Draft, now: float) -> None:
         """Start waiting requests, oldest first, while budget, seats and blocks last."""
@@ -203,7 +208,7 @@ class Scheduler:
             return
         spare = blocks.pool.available - sum(map(self._lacks_soon, self.running))
         while self.waiting and len(self.running) < seats:
-            request = next(iter(self.waiting.values()))
+            request = self.waiting.first()
             if request.num_pending:
                 break  # just preempted; its last token will be known after this step
             source = step.source
@@ -225,8 +230,8 @@ class Scheduler:
 
     def _start(self, request: Request, now: float) -> None:
         """Give it a seat."""
-        del self.waiting[request.sequence_id]
-        self.running.append(request)
+        self.waiting.remove(request)
+        insort(self.running, request, key=_priority)  # behind those of its own
         # The last token generated before a preemption was never computed: that is decoding.
         request.num_prefill_tokens = request.num_tokens - (request.num_generated > 0)
         if request.record.first_scheduled is None:
@@ -296,7 +301,11 @@ class Scheduler:
 
     def check(self) -> None:
         """InvariantError unless the pools agree with what all requests hold."""
-        self.blocks.check(self.running, self.waiting.values())
+        self.blocks.check(self.running, self.waiting)
+
+
+def _priority(request: Request) -> int:
+    return request.priority
 
 
 def _can_fork(source: Request, request: Request) -> bool:

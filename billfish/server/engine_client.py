@@ -10,6 +10,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 import msgspec
 
+from billfish.engine.request_checks import check_priority
 from billfish.errors import (
     CapacityError,
     EngineDiedError,
@@ -390,10 +391,7 @@ def check_types(request: EngineRequest) -> None:
         )
     if not isinstance(request.sampling, SamplingParams):
         raise InvalidRequestError("sampling", "must be SamplingParams")
-    if type(request.priority) is not int or not -(2**31) <= request.priority < 2**31:
-        raise InvalidRequestError(
-            "priority", f"must be an integer of 32 bits, got {shown(request.priority)}"
-        )
+    check_priority(request.priority)
     prompt = request.prompt_token_ids
     if not isinstance(prompt, list | tuple):
         raise InvalidRequestError("prompt_token_ids", "must be a list of token ids")

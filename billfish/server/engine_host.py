@@ -123,6 +123,7 @@ class EngineHost:
                 request.sampling,
                 bad_word_ids=request.bad_word_ids,
                 cache_salt=request.cache_salt,
+                priority=request.priority,
             )
         except BillfishError as error:
             self._refused.append((request.request_id, Problem.of(error)))

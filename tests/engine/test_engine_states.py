@@ -61,12 +61,13 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 4),
         seed=st.integers(0, 9),
         salt=st.sampled_from([None, None, "x"]),
+        priority=st.sampled_from([0, 0, 0, -1, 5]),
     )
-    def add(self, prompt: list[int], n: int, max_tokens: int, seed: int, salt: str | None) -> None:
+    def add(self, prompt, n: int, max_tokens: int, seed: int, salt, priority: int) -> None:
         request_id = f"r{len(self.requests)}"
         params = SamplingParams(n=n, max_tokens=max_tokens, seed=seed)
         self.requests[request_id] = (prompt, params)
-        self.engine.add_request(request_id, prompt, params, cache_salt=salt)
+        self.engine.add_request(request_id, prompt, params, cache_salt=salt, priority=priority)
 
     @rule(number=st.integers(0, 20))
     def abort(self, number: int) -> None:
@@ -126,14 +127,19 @@ class EngineMachine(RuleBasedStateMachine):
         assert stats.kv_slots_used <= stats.kv_slots_allocated
         live = [request for samples in self.engine._requests.values() for request in samples]
         assert stats.running + stats.waiting == len(live)
-        for request in scheduler.waiting.values():
+        for request in scheduler.waiting:
             assert not request.block_table
             assert bool(request.host_blocks) == bool(request.num_computed_tokens)
         assert not any(request.host_blocks for request in scheduler.running)
         assert stats.host_blocks_in_use == sum(len(request.host_blocks) for request in live)
+        for requests in (scheduler.running, scheduler.waiting):
+            priorities = [request.priority for request in requests]
+            assert priorities == sorted(priorities)
         order = [
-            (int(r.request_id[1:]), r.index)
-            for r in (*scheduler.running, *scheduler.waiting.values())
+            (r.priority, int(r.request_id[1:]), r.index)
+            for r in sorted(  # stable: of one priority, those that run first
+                (*scheduler.running, *scheduler.waiting), key=lambda r: r.priority
+            )
         ]
         assert order == sorted(order)
 

@@ -182,11 +182,12 @@ class TestProgress:
 
         def check(plan: StepPlan, result: StepResult) -> StepResult:
             running = [age[request.request_id] for request in engine._scheduler.running]
-            waiting = [age[request_id] for request_id in engine._scheduler.waiting]
+            waiting = [age[request.request_id] for request in engine._scheduler.waiting]
             assert running == sorted(running)
             assert waiting == sorted(waiting)
             assert not (running and waiting) or running[-1] < waiting[0]
-            gone = [age[i] for i in plan.released if i in engine._scheduler.waiting]
+            ids = {request.sequence_id for request in engine._scheduler.waiting}
+            gone = [age[i] for i in plan.released if i in ids]
             self.preempted += len(gone)
             assert all(age[work.request_id] < min(gone) for work in plan.work if gone)
             # The oldest request computes in every step: so every step makes progress.

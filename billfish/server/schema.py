@@ -6,9 +6,11 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     JsonValue,
     StringConstraints,
+    Tag,
     model_validator,
 )
 
@@ -32,6 +34,10 @@ MAX_TOTAL_SAMPLES = 1024
 """Samples of all prompts of a request together."""
 
 TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds: TypeAlias = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+StopString: TypeAlias = Annotated[
+    str, Field(min_length=1, max_length=limits.MAX_STOP_STRING_LENGTH)
+]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
 
 
@@ -56,6 +62,17 @@ _ELSEWHERE = {
     "guided_grammar": "is not supported: use structured_outputs.grammar",
     "chat_template": "is not supported: only the model's own template is used",
 }
+
+
+def _kind(value: Any) -> str:
+    """Which alternative is meant, so that an error is about that one."""
+    return "str" if isinstance(value, str) else "list"
+
+
+def _kind_of_prompt(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        return f"list of {type(value[0]).__name__}"
+    return _kind(value)
 
 
 class Strict(BaseModel):
@@ -142,10 +159,10 @@ class Sampling(Strict):
     ) = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: (
-        Annotated[str, Field(min_length=1, max_length=limits.MAX_STOP_STRING_LENGTH)]
-        | Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=limits.MAX_STOP_STRING_LENGTH)]],
-            Field(max_length=limits.MAX_STOP_STRINGS),
+        Annotated[
+            Annotated[StopString, Tag("str")]
+            | Annotated[list[StopString], Field(max_length=limits.MAX_STOP_STRINGS), Tag("list")],
+            Discriminator(_kind),
         ]
         | None
     ) = None
@@ -196,15 +213,15 @@ class FieldError(ValueError):
 
 
 class CompletionRequest(Sampling):
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenId], Field(min_length=1)]
+    prompt: Annotated[
+        Annotated[str, Tag("str")]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag("list of str")]
+        | Annotated[TokenIds, Tag("list")]
         | Annotated[
-            list[Annotated[list[TokenId], Field(min_length=1)]],
-            Field(min_length=1, max_length=MAX_PROMPTS),
-        ]
-    )
+            list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), Tag("list of list")
+        ],
+        Discriminator(_kind_of_prompt),
+    ] = Field(description="One or several, as text or as token ids.")
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         default=16, description="0: no more than the prompt, for echo and its log-probabilities."
     )
@@ -229,9 +246,11 @@ class TextPart(Strict):
         return data
 
 
-Content: TypeAlias = (
-    str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_CONTENT_PARTS)]
-)
+Content: TypeAlias = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_CONTENT_PARTS), Tag("list")],
+    Discriminator(_kind),
+]
 
 
 class SystemMessage(Strict):
@@ -410,4 +429,4 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     model: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

@@ -217,7 +217,8 @@ class LlamaJsonParser(JsonCalls):
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
         self._where = "start"  # start, call, between, text
-        self._before = ""  # read since the last call
+        self._before: list[str] = []  # read since the last call
+        self._lead = ""  # of that, what is no space
 
     def _step(self, char: str) -> None:
         if self._where == "text":
@@ -229,36 +230,41 @@ class LlamaJsonParser(JsonCalls):
 
     def _continue(self, char: str) -> None:
         state = self._scan(char)
+        if self._started:
+            self._before, self._lead = [], ""
         if state == "closed" and self._started:
-            self._where, self._before = "between", ""
+            self._where = "between"
         elif state != "open":
-            self._give_up("" if self._started else self._before + self._scanner.text)
+            self._give_up("" if self._started else self._scanner.text)
 
     def _seek(self, char: str) -> None:
         """Before a call. Spaces, one tag, and one semicolon between calls may stand there."""
-        lead = self._before.strip()
         allowed = self.PYTHON_TAG if self._where == "start" else ";"
-        if char == "{" and lead in ("", allowed):
+        if char == "{" and self._lead in ("", allowed):
             self._where = "call"
             self._begin_call()
             self._continue(char)
-        elif char.isspace() or allowed.startswith(lead + char):
-            self._before += char
+        elif char.isspace():
+            self._before.append(char)
+        elif allowed.startswith(self._lead + char):
+            self._before.append(char)
+            self._lead += char
         else:
-            self._give_up(self._before + char)
+            self._give_up(char)
 
     def _give_up(self, text: str) -> None:
+        """No call after all: what was held back, and `text`."""
         self._where = "text"
-        self._text(text)
+        self._text("".join(self._before) + text)
 
     def _is_call(self, scanner: CallScanner) -> bool:
         return scanner.name in self._names and scanner.has_arguments
 
     def _end(self) -> None:
         if self._where in ("start", "between"):
-            self._text(self._before)
+            self._give_up("")
         elif self._where == "call" and not self._started:
-            self._text(self._before + self._scanner.text)
+            self._give_up(self._scanner.text)
 
 
 class MistralParser(JsonCalls):
@@ -266,93 +272,105 @@ class MistralParser(JsonCalls):
 
     marker = "[TOOL_CALLS]"
     ARGS = "[ARGS]"
+    LONGEST_NAME = 256
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
-        self._raw = ""  # read since the marker or the last call
+        self._held: list[str] = []  # from the marker, or the call before, to the next call
+        self._name = ""
 
     def _step(self, char: str) -> None:
-        getattr(self, f"_in_{self._where}")(char)
+        match self._where:
+            case "text":
+                self._in_text(char)
+            case "lead":
+                self._in_lead(char)
+            case "list":
+                self._in_list(char)
+            case "call":
+                self._in_call(char)
+            case "name":
+                self._in_name(char)
+            case "arguments":
+                self._in_arguments(char)
 
     def _in_text(self, char: str) -> None:
         found = self._match(self.marker, char)
         if found:
-            self._where, self._raw = "lead", ""
+            self._where, self._held, self._name = "lead", [self.marker], ""
         elif found is False:
-            held, self._matched = self._matched, ""
-            self._text(held)
-            if held:
+            matched, self._matched = self._matched, ""
+            self._text(matched)
+            if matched:
                 self._in_text(char)
             else:
                 self._text(char)
 
     def _in_lead(self, char: str) -> None:
         if char == "[":
-            self._where, self._raw = "list", self._raw + char
-        elif not char.isspace():
+            self._where = "list"
+            self._held.append(char)
+        elif char.isspace():
+            self._held.append(char)
+        else:
             self._where = "name"
             self._in_name(char)
-        else:
-            self._raw += char
 
     def _in_list(self, char: str) -> None:
-        """Between the calls of a list."""
+        """Between the calls of a list. While the marker is held there was none."""
         if char == "{":
             self._where = "call"
             self._begin_call()
             self._in_call(char)
-        elif char == "]":
-            self._where = "text"
-            if not self._calls:
-                self._text(self.marker + self._raw + char)
         elif char == "," or char.isspace():
-            self._raw += char
-        else:
+            self._held.append(char)
+        elif char == "]" and self._held[:1] != [self.marker]:
             self._where = "text"
-            self._text(self._lead + char)
+        else:
+            self._give_up(char)
 
     def _in_call(self, char: str) -> None:
         state = self._scan(char)
+        if self._started:
+            self._held = []
         if state == "closed":
-            self._where, self._raw = "list", ""
+            self._where = "list"
         elif state == "wrong":
-            self._where = "text"
-            if not self._started:
-                self._text(self._lead + self._scanner.text)
-
-    @property
-    def _lead(self) -> str:
-        """What stands before a call of a list, the first or a later one."""
-        return self._raw if self._calls else self.marker + self._raw
+            self._give_up("" if self._started else self._scanner.text)
 
     def _in_name(self, char: str) -> None:
-        name = self._raw.strip().removesuffix(self.ARGS).strip()
+        name = self._name.removesuffix(self.ARGS).rstrip()
         if char == "{" and name:
-            self._where = "call"
+            self._where = "arguments"
             self._begin_call()
             for each in f'{{"name":{json.dumps(name)},"arguments":':
                 self._scanner.push(each)
-            self._where = "named"
-            self._in_named(char)
-        elif char in "\n" or len(self._raw) > 256:
-            self._where = "text"
-            self._text(self.marker + self._raw + char)
+            self._in_arguments(char)
+        elif char == "\n" or len(self._name) == self.LONGEST_NAME:
+            self._give_up(self._name + char)
         else:
-            self._raw += char
+            self._name += char
 
-    def _in_named(self, char: str) -> None:
-        """Arguments after a name. They have ended where the scanner wants a comma."""
+    def _in_arguments(self, char: str) -> None:
+        """Of a call by name: they have ended where the scanner waits for a comma."""
         self._scan(char)
         if self._scanner.after_value:
-            self._where, self._raw = "text", ""
+            self._where = "text"
+
+    def _give_up(self, text: str) -> None:
+        """No call after all: what was held back, and `text`."""
+        self._where = "text"
+        self._text("".join(self._held) + text)
 
     def _end(self) -> None:
         if self._where == "text":
             self._text(self._matched)
         elif self._where == "call" and not self._started:
-            self._text(self._lead + self._scanner.text)
-        elif self._where in ("lead", "name") or (self._where == "list" and not self._calls):
-            self._text(self.marker + self._raw)
+            self._give_up(self._scanner.text)
+        elif self._where in ("lead", "name"):
+            self._give_up(self._name)
+        elif self._where == "list" and self._held[:1] == [self.marker]:
+            self._give_up("")
 
 
 class PythonicParser(ToolParser):

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -51,6 +52,16 @@ class LiveServer:
             return await result if asyncio.iscoroutine(result) else result
 
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
+
+    def wait_idle(self, seconds: float = 20.0) -> None:
+        """Until the engine has let go of all requests and their blocks."""
+        end = time.monotonic() + seconds
+        while True:
+            stats = self.call(self.engine.stats).counters
+            if stats.running == stats.waiting == stats.blocks_in_use == 0:
+                return
+            assert time.monotonic() < end, stats
+            time.sleep(0.01)
 
     def stop(self) -> None:
         self._server.should_exit = True

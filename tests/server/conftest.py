@@ -1,0 +1,36 @@
+"""A server over the fake engine, shared by the tests of a file, and real OpenAI clients of it."""
+
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.server.live import LiveServer, live
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with live() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai_client(server) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def http(server: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        yield client
+
+
+def openai_client(server: LiveServer, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def chat(text: str = "Hi", **options: object) -> dict:
+    """The body of a chat request."""
+    return {"model": "fake", "messages": [{"role": "user", "content": text}], **options}

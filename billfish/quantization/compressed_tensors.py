@@ -17,8 +17,10 @@ Source: the package compressed-tensors, its packed compressor and quantization a
 """
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -165,8 +167,64 @@ class CompressedTensorsFormat:
         return settings.pattern(key, text[3:]) if text.startswith("re:") else text
 
 
-def pack_rows(values: Tensor) -> Tensor:
+def tensors_of(weight: Int4Groups, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a layer, by the names after the layer's: the inverse of `int4_groups`.
+
+    Raises KernelArgumentError for what the format cannot hold: floating offsets, act-order (current
+    versions of the package read no weight_g_idx), and scales that are not exact in scale_dtype.
+    """
+    if weight.offsets is not None or weight.g_idx is not None:
+        raise KernelArgumentError("weight: floating offsets and act-order cannot be written")
+    scales = weight.scales.to(scale_dtype)
+    if not torch.equal(scales.float(), weight.scales):
+        raise KernelArgumentError(f"scales: are not exact in {scale_dtype}")
+    tensors = {
+        "weight_packed": _packed(weight.codes),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(weight.codes.shape),
+    }
+    if weight.zeros is not None:
+        tensors["weight_zero_point"] = _packed(weight.zeros.t()).t().contiguous()
+    return tensors
+
+
+def settings_of(
+    groups: Mapping[str, int], *, symmetric: bool, act_order: bool, ignore: Sequence[str]
+) -> dict[str, Any]:
+    """quantization_config of a checkpoint. groups: the group size of every quantized layer.
+
+    The size that most layers have is that of the class "Linear"; of others, which have so many
+    columns that it does not divide them, the layers are named.
+    """
+    sizes = Counter(groups.values())
+    most = max(sizes, key=lambda size: sizes[size])
+    config_groups = {}
+    for number, size in enumerate(sorted(sizes, key=lambda size: size == most)):
+        weights = {
+            "num_bits": 4, "type": "int", "symmetric": symmetric, "dynamic": False,
+            "strategy": "channel" if size == -1 else "group",
+            "group_size": None if size == -1 else size,
+            "actorder": "static" if act_order else None,
+        }  # fmt: skip
+        named = sorted(layer for layer in groups if groups[layer] == size)
+        config_groups[f"group_{number}"] = {
+            "targets": ["Linear"] if size == most else named,
+            "weights": weights, "input_activations": None, "output_activations": None,
+            "format": FORMAT,
+        }  # fmt: skip
+    return {
+        "quant_method": CompressedTensorsFormat.name,
+        "format": FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": config_groups,
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _packed(values: Tensor) -> Tensor:
     """uint8 [R, C], 0..15 -> int32 [R, ceil(C / 8)], the first of eight in the lowest bits."""
     rows, columns = values.shape
-    padded = torch.nn.functional.pad(values, (0, -columns % 8)).view(rows, -1, 2)
-    return (padded[..., 0] | padded[..., 1] << 4).contiguous().view(torch.int32)
+    pairs = torch.nn.functional.pad(values, (0, -columns % 8)).reshape(rows, -1, 2)
+    return (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32)

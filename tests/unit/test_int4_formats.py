@@ -9,6 +9,7 @@ import torch
 
 from billfish.errors import CheckpointError, KernelArgumentError
 from billfish.kernels import marlin
+from billfish.quantization.compressed_tensors import settings_of, tensors_of
 from billfish.quantization.formats import read_format
 from billfish.quantization.int4 import Int4Groups, merge, simplified
 from tests.unit import int4_writers as writers
@@ -17,7 +18,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from compressed_tensors.compressors import PackedQuantizationCompressor
     from compressed_tensors.entrypoints.convert.converters import AutoAWQConverter
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+    )
 
 LAYER = "model.layers.0.mlp.up_proj"
 SHAPES = [(48, 576), (64, 7392), (16, 256)]
@@ -194,6 +199,39 @@ def test_compressed_tensors(shape, group_size, symmetric, actorder):
     if symmetric or shape[0] > 8:  # of fewer rows the library cannot read its own zero points
         library = PackedQuantizationCompressor.decompress(tensors, scheme)["weight"]
         assert torch.equal(library, weight.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("shape", "group_size"), [((48, 576), 64), ((20, 260), -1), ((3, 7392), 32), ((64, 7392), -1)]
+)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_compressed_tensors_written_here(shape, group_size, symmetric):
+    """Byte for byte what the library writes."""
+    m = writers.matrix(*shape, group_size, zeros=8 if symmetric else None)
+    expected, _ = compressed(m, group_size, symmetric)
+    config = writers.compressed_config(group_size, symmetric=symmetric)
+    weight = read(config, expected, *shape)
+    tensors = tensors_of(weight, torch.float32)
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensors[name].dtype == tensor.dtype
+        assert torch.equal(tensors[name], tensor), name
+    with pytest.raises(KernelArgumentError, match="scales: are not exact"):
+        tensors_of(weight, torch.bfloat16)
+
+
+def test_settings_written_here():
+    layers = {f"model.layers.{i}.mlp.up_proj": 64 for i in range(9)}
+    layers |= {f"model.layers.{i}.mlp.down_proj": 128 for i in range(8)}
+    settings = settings_of(layers, symmetric=False, act_order=True, ignore=["lm_head"])
+    scheme = QuantizationConfig(**settings).config_groups["group_1"]
+    assert (scheme.weights.group_size, scheme.targets) == (64, ["Linear"])
+    format = read_format(settings, "config.json")
+    assert format.scheme("lm_head") is None
+    for layer, size in layers.items():
+        assert format.scheme(layer).group_size == size
+        assert not format.scheme(layer).symmetric
+    assert format.scheme("model.layers.8.mlp.down_proj").group_size == 64
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

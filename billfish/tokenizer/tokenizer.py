@@ -57,6 +57,10 @@ class Tokenizer:
         self._special = _matcher(self._special_ids)
 
     @property
+    def vocabulary(self) -> Vocabulary:
+        return self._vocabulary
+
+    @property
     def vocab_size(self) -> int:
         return len(self._vocabulary.texts)
 

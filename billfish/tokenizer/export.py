@@ -33,7 +33,8 @@ def to_huggingface(metadata: Mapping[str, Any], path: str) -> dict[str, str]:
     texts = vocabulary.texts
     ids = {text: i for i, text in enumerate(texts)}
     rules = WORD_RULES[source.text("tokenizer.ggml.pre")]
-    merges = [tuple(merge.split(" ")) for merge in source.strings("tokenizer.ggml.merges")]
+    pairs = (merge.partition(" ") for merge in source.strings("tokenizer.ggml.merges"))
+    merges = [(left, right) for left, _, right in pairs]
     tokenizer = tokenizers.Tokenizer(BPE(vocab=ids, merges=merges, ignore_merges=rules.whole_words))
     if rules.normalize(_DECOMPOSED) == unicodedata.normalize("NFC", _DECOMPOSED):
         tokenizer.normalizer = normalizers.NFC()

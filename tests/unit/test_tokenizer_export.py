@@ -64,5 +64,5 @@ def test_begin_and_end_tokens():
 
 def test_sentencepiece_is_refused():
     metadata, path = vocabulary("llama-spm")
-    with pytest.raises(CheckpointError, match="a vocabulary of the kind .llama. cannot"):
+    with pytest.raises(CheckpointError, match="a vocabulary of the kind"):
         to_huggingface(metadata, path)

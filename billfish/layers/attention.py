@@ -42,12 +42,9 @@ class PagedAttention(nn.Module):
         metadata: AttentionMetadata,
     ) -> Tensor:
         k_cache, v_cache = layer_cache[0], layer_cache[1]
-        query = paged_attention.rotate_and_write(
-            query, key, value, k_cache, v_cache, metadata.slot_mapping,
+        return paged_attention.write_and_attend(
+            query, key, value, k_cache, v_cache, metadata,
             positions=None if self.cos_sin is None else positions, cos_sin=self.cos_sin,
             q_norm=self.q_norm, k_norm=self.k_norm, eps=self.eps,
-        )  # fmt: skip
-        return paged_attention.attend(
-            query, k_cache, v_cache, metadata,
             scale=self.scale, sliding_window=self.sliding_window, soft_cap=self.soft_cap,
         )  # fmt: skip

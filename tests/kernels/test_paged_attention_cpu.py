@@ -89,7 +89,7 @@ def test_attend(dtype, batch, options):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_long_sequences_and_many_tiles(options, monkeypatch):
-    monkeypatch.setattr(cpu, "_LONG", 60)
+    monkeypatch.setattr(cpu, "LONG", 60)
     monkeypatch.setattr(cpu, "_QUERY_TILE", 16)
     Case([100, 59, 61, 90, 75], [1, 1, 1, 50, 75]).check(**options)
 

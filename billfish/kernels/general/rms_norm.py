@@ -21,14 +21,14 @@ def _cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return functional.rms_norm(x, weight.shape, weight, eps).contiguous()
     # torch has no fused RMS norm on a CPU, but it has a layer norm, in float32 inside and rounded
     # once. x followed by -x has mean 0 and the variance mean(x^2): its layer norm is x's RMS norm.
-    both = functional.layer_norm(
-        torch.cat((x, -x), dim=-1), (2 * weight.shape[0],), torch.cat((weight, weight)), None, eps
+    both = torch.layer_norm(
+        torch.cat((x, -x), -1), (2 * weight.shape[0],), torch.cat((weight, weight)), None, eps
     )
-    return both[..., : weight.shape[0]].contiguous()
+    return both.narrow(-1, 0, weight.shape[0]).contiguous()
 
 
 def _add_cpu(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = torch.add(x, residual, out=x.new_empty(x.shape))
+    total = (x + residual).contiguous()
     return _cpu(total, weight, eps), total
 
 

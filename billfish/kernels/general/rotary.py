@@ -24,12 +24,17 @@ def rotary_embedding_reference(
 def rotate_both(
     query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    angles = angles_of(positions, cos_sin)
+    query, key = turned(query, key, angles_of(positions, cos_sin))
+    return query.contiguous(), key.contiguous()
+
+
+def turned(query: Tensor, key: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Both, by angles of `angles_of`; perhaps as views of one new tensor."""
     heads = query.shape[1]
     if _adjacent(query, key):  # views of a merged QKV: both at once
         both = query.as_strided((len(query), heads + key.shape[1], query.shape[2]), query.stride())
         both = rotate(both, angles).to(query.dtype)
-        return both[:, :heads].contiguous(), both[:, heads:].contiguous()
+        return both[:, :heads], both[:, heads:]
     return rotate(query, angles).to(query.dtype), rotate(key, angles).to(key.dtype)
 
 

@@ -16,8 +16,9 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 
 def _cpu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    wide = gate.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    return functional.silu(wide, inplace=True).mul_(up).to(gate_up.dtype)
+    if gate_up.dtype == torch.float32:
+        return functional.silu(gate).mul_(up).contiguous()
+    return functional.silu(gate.float(), inplace=True).mul_(up).to(gate_up.dtype).contiguous()
 
 
 def _fake(gate_up: Tensor) -> Tensor:

@@ -20,9 +20,10 @@ from billfish.kernels._library import (
     check_activation,
     check_like,
     check_no_grad,
+    is_plain_cpu,
     register,
 )
-from billfish.kernels.paged_attention import cpu
+from billfish.kernels.paged_attention import cpu, cpu_decode
 from billfish.kernels.paged_attention.metadata import AttentionMetadata
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "copy_blocks",
     "rotate_and_write",
     "swap_blocks",
+    "write_and_attend",
     "write_kv",
 ]
 
@@ -44,7 +46,7 @@ def _fake_nothing(*arguments: object) -> None:
 
 
 def _cpu_attend(*arguments: Any) -> Tensor:
-    *step, _planned_len = arguments
+    *step, _plan, _planned_len = arguments
     return cpu.attend(*step)
 
 
@@ -139,8 +141,8 @@ def rotate_and_write(
     check_like("query", query, "key", key)
     if query.stride(2) != 1:
         raise bad_argument("query", f"strides {query.stride()}", "a contiguous last dimension")
-    if (positions is None) != (cos_sin is None) or (q_norm is None) != (k_norm is None):
-        raise bad_argument("positions and cos_sin, q_norm and k_norm", "one", "both or neither")
+    _check_pair("positions and cos_sin", positions, cos_sin)
+    _check_pair("q_norm and k_norm", q_norm, k_norm)
     if positions is not None and cos_sin is not None:
         _check_indices("positions", positions, torch.int64, tokens, key.device)
         _check_angles(cos_sin, head_dim, key.device)
@@ -199,8 +201,7 @@ def attend(
         raise bad_argument("sliding_window", sliding_window, "an integer of at least 1")
     if soft_cap is not None and not 0 < soft_cap < math.inf:
         raise bad_argument("soft_cap", soft_cap, "finite and above 0")
-    if scale is not None and not -math.inf < scale < math.inf:
-        raise bad_argument("scale", scale, "a finite number")
+    scale = _scale_of(scale, head_dim)
     check_no_grad("query", query)
     if sinks is not None and (
         sinks.shape != (heads,)
@@ -209,15 +210,60 @@ def attend(
     ):
         got = f"{sinks.dtype} {tuple(sinks.shape)} on {sinks.device}"
         raise bad_argument("sinks", got, f"float32 or {query.dtype} [{heads}] on {query.device}")
-    if query.is_cpu:
-        workspace, planned_len = list(metadata.gather), 0
-    else:
+    workspace: list[Tensor] = []
+    planned_len = 0
+    if not query.is_cpu:
         plan = next((p for p in metadata.plans if p.fits(query, k_cache, sliding_window)), None)
-        workspace, planned_len = (list(plan.workspace), plan.max_query_len) if plan else ([], 0)
+        if plan:
+            workspace, planned_len = list(plan.workspace), plan.max_query_len
     return _attend(
         query, k_cache, v_cache, metadata.block_table, metadata.seq_lens, metadata.query_start,
-        metadata.max_query_len, metadata.max_seq_len, head_dim**-0.5 if scale is None else scale,
-        sliding_window, soft_cap, sinks, workspace, planned_len,
+        metadata.max_query_len, metadata.max_seq_len, scale, sliding_window,
+        soft_cap, sinks, workspace, planned_len,
+    )  # fmt: skip
+
+
+def write_and_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    positions: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`rotate_and_write`, then `attend`: a layer's attention. See both for arguments and errors.
+
+    In inference on a CPU, layers that share a metadata and have no options but a scale and angles
+    prepare a step that only decodes once. positions and cos_sin must then not change while that
+    metadata is used.
+    """
+    plain = q_norm is None and k_norm is None and soft_cap is None and sinks is None
+    in_sight = sliding_window is None or sliding_window >= metadata.max_seq_len
+    if plain and in_sight and metadata.max_query_len == 1 and is_plain_cpu(query):
+        step = metadata.decode_step(k_cache)
+        if step is not None and cpu_decode.fits(query, key, value, k_cache, v_cache, step):
+            scale = _scale_of(scale, query.shape[2])
+            angles = _angles(step, positions, cos_sin, key)
+            return cpu_decode.write_and_attend(
+                query, key, value, k_cache, v_cache, step, angles, scale
+            )
+    query = rotate_and_write(
+        query, key, value, k_cache, v_cache, metadata.slot_mapping,
+        positions=positions, cos_sin=cos_sin, q_norm=q_norm, k_norm=k_norm, eps=eps,
+    )  # fmt: skip
+    return attend(
+        query, k_cache, v_cache, metadata,
+        scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
     )  # fmt: skip
 
 
@@ -275,6 +321,34 @@ def _check_new(
             "key and value", f"strides {key.stride()}", "a contiguous last dimension"
         )
     _check_indices("slot_mapping", slot_mapping, torch.int64, key.shape[0], key.device)
+
+
+def _check_pair(names: str, one: Tensor | None, other: Tensor | None) -> None:
+    if (one is None) != (other is None):
+        raise bad_argument(names, "one", "both or neither")
+
+
+def _scale_of(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return head_dim**-0.5
+    if not -math.inf < scale < math.inf:
+        raise bad_argument("scale", scale, "a finite number")
+    return scale
+
+
+def _angles(
+    step: cpu_decode.DecodeStep, positions: Tensor | None, cos_sin: Tensor | None, key: Tensor
+) -> cpu_decode.Angles | None:
+    """Of the step's tokens, checked and looked up by the first layer that asks."""
+    _check_pair("positions and cos_sin", positions, cos_sin)
+    if positions is None or cos_sin is None:
+        return None
+    angles = step.known_angles(positions, cos_sin)
+    if angles is None:
+        _check_indices("positions", positions, torch.int64, key.shape[0], key.device)
+        _check_angles(cos_sin, key.shape[2], key.device)
+        angles = step.look_up(positions, cos_sin)
+    return angles
 
 
 def _check_angles(cos_sin: Tensor, head_dim: int, device: torch.device) -> None:

@@ -16,7 +16,7 @@ from billfish.kernels.general import rotary
 _QUERY_TILE = 256
 """Most queries of a prefill at once: bounds the mask, and skips keys that the tile cannot see."""
 
-_LONG = 512
+LONG = 512
 """Sequences up to this are decoded in batches, longer ones one by one: there padding costs more."""
 
 _SCORES = 1 << 22
@@ -76,26 +76,20 @@ def attend(
     query: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
     query_start: Tensor, max_query_len: int, max_seq_len: int, scale: float,
     sliding_window: int | None, soft_cap: float | None, sinks: Tensor | None,
-    plan: list[Tensor],
 ) -> Tensor:  # fmt: skip
-    """See `billfish.kernels.paged_attention.attend`; plan: of `plan_decode`, or empty."""
+    """See `billfish.kernels.paged_attention.attend`."""
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     capacity = block_table.shape[1] * k_cache.shape[1]
     if max(lengths, default=0) > capacity:
         raise bad_argument("metadata.seq_lens", max(lengths), f"at most {capacity}")
     if starts[-1] > query.shape[0]:
         raise bad_argument("query", tuple(query.shape), f"at least {starts[-1]} tokens")
-    settings = _Settings(scale, sliding_window, soft_cap, sinks)
+    settings = Settings(scale, sliding_window, soft_cap, sinks)
     out = torch.zeros(query.shape, dtype=query.dtype)
-    buckets: dict[int, list[int]] = {}
-    planned = plan and (sliding_window is None or sliding_window >= max_seq_len)
     # Alone and with no float32 sums to keep in order, a request needs neither padding nor mask.
     alone = len(lengths) == 1 and query.dtype != torch.float32
+    in_batches: list[int] = []
     try:
-        if planned and not alone:
-            for rows, slots, mask in zip(plan[::3], plan[1::3], plan[2::3], strict=True):
-                _decode_bucket(query, k_cache, v_cache, rows, slots, mask, settings, out)
-            return out
         for request, seq_len in enumerate(lengths):
             start, stop = starts[request], starts[request + 1]
             if stop == start or seq_len == 0:
@@ -105,25 +99,25 @@ def attend(
                     query[start:stop], k_cache, v_cache, block_table[request], seq_len, settings,
                     out[start:stop],
                 )  # fmt: skip
-            elif alone or seq_len > min(_LONG, sliding_window or _LONG):
+            elif alone or seq_len > min(LONG, sliding_window or LONG):
                 _decode_one(
                     query[start], k_cache, v_cache, block_table[request], seq_len, settings,
                     out[start],
                 )  # fmt: skip
             else:
-                buckets.setdefault(_padded(seq_len), []).append(request)
-        for padded, requests in buckets.items():
-            tokens = query_start[torch.tensor(requests)].long()
-            table, length = block_table[requests], seq_lens[requests]
-            slots, mask = _slots(table, length.unsqueeze(1), k_cache.shape[1], padded)
-            _decode_bucket(query, k_cache, v_cache, tokens, slots, mask, settings, out)
+                in_batches.append(request)
+        buckets = decode_buckets(block_table, lengths, in_batches, starts, k_cache.shape[1])
+        for bucket in buckets:
+            rows = query.index_select(0, bucket.tokens)
+            y = decode_bucket(rows, k_cache, v_cache, bucket, settings)
+            out.index_copy_(0, bucket.tokens, y)
     except IndexError as error:
         expected = f"ids 0 to {k_cache.shape[0] - 1} in the used part"
         raise bad_argument("metadata.block_table", "an id outside the cache", expected) from error
     return out
 
 
-class _Settings(NamedTuple):
+class Settings(NamedTuple):
     scale: float
     window: int | None
     soft_cap: float | None
@@ -140,52 +134,50 @@ def _padded(length: int) -> int:
     return -(-length // step) * step
 
 
-def plan_decode(
-    block_table: Tensor, seq_lens: Tensor, query_start: Tensor, block_size: int
-) -> tuple[Tensor, ...]:
-    """What `attend` needs to know of a step that only decodes short sequences, once for all layers.
+class Bucket(NamedTuple):
+    """Requests of one new token and of like length, decoded together.
 
-    For each bucket of equal padded length: its tokens int64 [B], the slots to gather int64
-    [B * padded], and which of them are real, bool [B, padded]. Empty where the step has other work.
+    tokens: int64 [B], the new token of each. slots: int64 [B * padded], where the keys of each are,
+    past its end that of its first. mask: bool [B, 1, 1, padded], which of them are real.
     """
-    lengths, count = seq_lens.tolist(), len(seq_lens)
-    if query_start.tolist() != list(range(count + 1)) or not count:
-        return ()
-    if min(lengths) == 0 or max(lengths) > min(_LONG, block_table.shape[1] * block_size):
-        return ()
-    buckets: dict[int, list[int]] = {}
-    for request, length in enumerate(lengths):
-        buckets.setdefault(_padded(length), []).append(request)
-    plan: list[Tensor] = []
-    for padded, requests in buckets.items():
-        rows = torch.tensor(requests)
-        table, here = block_table[rows], seq_lens[rows].unsqueeze(1)
-        plan += rows, *_slots(table, here, block_size, padded)
-    return tuple(plan)
+
+    tokens: Tensor
+    slots: Tensor
+    mask: Tensor
 
 
-def _decode_bucket(
-    query: Tensor, k_cache: Tensor, v_cache: Tensor, tokens: Tensor, slots: Tensor, mask: Tensor,
-    settings: _Settings, out: Tensor,
-) -> None:  # fmt: skip
-    """One new token a request, at `tokens`; their keys at slots [B * padded], none out of sight.
+def decode_buckets(
+    block_table: Tensor, lengths: list[int], requests: list[int], starts: list[int],
+    block_size: int,
+) -> list[Bucket]:  # fmt: skip
+    """These requests, in buckets of equal padded length. starts: the new token of each request."""
+    by_length: dict[int, list[int]] = {}
+    for request in requests:
+        by_length.setdefault(_padded(lengths[request]), []).append(request)
+    buckets = []
+    for padded, members in by_length.items():
+        here = torch.tensor([lengths[request] for request in members]).unsqueeze(1)
+        slots, mask = _slots(block_table[members], here, block_size, padded)
+        tokens = torch.tensor([starts[request] for request in members])
+        buckets.append(Bucket(tokens, slots, mask.view(-1, 1, 1, padded)))
+    return buckets
 
-    mask: bool [B, padded], which slots are real.
-    """
-    count, padded = mask.shape
+
+def decode_bucket(
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: Bucket, settings: Settings
+) -> Tensor:
+    """query: [B, H, D], those of the bucket's tokens; none of their keys is out of sight."""
+    count, _, _, padded = bucket.mask.shape
+    heads, head_dim = query.shape[1:]
     kv_heads = k_cache.shape[2]
-    everyone = count == query.shape[0]
-    if not everyone:
-        query = query.index_select(0, tokens)
-    k, v = (_tokens(c, slots).view(count, padded, *c.shape[2:]) for c in (k_cache, v_cache))
-    q = query.view(count, kv_heads, -1, query.shape[2])
+    k, v = (
+        _tokens(cache, bucket.slots).view(count, padded, kv_heads, head_dim).transpose(1, 2)
+        for cache in (k_cache, v_cache)
+    )
+    q = query.view(count, kv_heads, -1, head_dim)
     sink = None if settings.sinks is None else settings.sinks.view(kv_heads, -1, 1)
-    mask = mask.view(count, 1, 1, padded)
-    y = _attention(q, k.transpose(1, 2), v.transpose(1, 2), mask, settings, sink).flatten(1, 2)
-    if everyone:
-        out.copy_(y)
-    else:
-        out.index_copy_(0, tokens, y.to(out.dtype))
+    y = _attention(q, k, v, bucket.mask, settings, sink)
+    return y.reshape(count, heads, head_dim).to(query.dtype)
 
 
 def _slots(
@@ -213,7 +205,7 @@ def _tokens(cache: Tensor, slots: Tensor) -> Tensor:
 
 def _decode_one(
     query: Tensor, k_cache: Tensor, v_cache: Tensor, blocks: Tensor, seq_len: int,
-    settings: _Settings, out: Tensor,
+    settings: Settings, out: Tensor,
 ) -> None:  # fmt: skip
     """One request of one new token. query and out: [H, D]."""
     kv_heads = k_cache.shape[2]
@@ -226,7 +218,7 @@ def _decode_one(
 
 def _prefill(
     query: Tensor, k_cache: Tensor, v_cache: Tensor, blocks: Tensor, seq_len: int,
-    settings: _Settings, out: Tensor,
+    settings: Settings, out: Tensor,
 ) -> None:  # fmt: skip
     """One request, its queries a tile at a time. query and out: [L, H, D], the last L tokens."""
     length, heads, head_dim = query.shape
@@ -265,7 +257,7 @@ def _attention(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    settings: _Settings,
+    settings: Settings,
     sink: Tensor | None,
 ) -> Tensor:
     """query [.., HKV, G, (L,) D]; key and value broadcast against it; every row sees some key.

@@ -1,14 +1,14 @@
 """Where the tokens of one step are in the paged KV cache; built once, shared by all layers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from billfish.kernels._library import bad_argument
-from billfish.kernels.paged_attention.cpu import plan_decode
+from billfish.kernels.paged_attention.cpu_decode import DecodeStep
 
 if TYPE_CHECKING:
     from billfish.kernels.paged_attention.planner import DecodePlan
@@ -25,8 +25,7 @@ class AttentionMetadata:
     [R + 1], where the new tokens of each request begin among T. slot_mapping: int64 [T], the slot
     (block * block_size + offset) of each new token, -1 where it has none. max_query_len,
     max_seq_len: largest of the step, on the host. plans: how a GPU splits the decode work of this
-    step, see `DecodePlan.update`; a layer that none of them is for plans for itself. gather: what a
-    CPU prepares for it, see `cpu.plan_decode`.
+    step, see `DecodePlan.update`; a layer that none of them is for plans for itself.
     """
 
     block_table: Tensor
@@ -36,7 +35,9 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     plans: tuple["DecodePlan", ...] = ()
-    gather: tuple[Tensor, ...] = ()
+    _decode_steps: dict[object, "DecodeStep | None"] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @classmethod
     def build(
@@ -72,7 +73,6 @@ class AttentionMetadata:
             raise bad_argument("seq_lens", max_seq_len, expected)
         query_start = torch.zeros(requests + 1, dtype=torch.int64)
         torch.cumsum(queries, 0, out=query_start[1:])
-        on_cpu = torch.device(device).type == "cpu"
         return cls(
             block_table=table.to(device),
             seq_lens=lengths.int().to(device),
@@ -80,8 +80,16 @@ class AttentionMetadata:
             slot_mapping=_slots(table, lengths, queries, query_start, block_size).to(device),
             max_query_len=int(queries.max()) if requests else 0,
             max_seq_len=max_seq_len,
-            gather=plan_decode(table, lengths, query_start, block_size) if on_cpu else (),
         )
+
+    def decode_step(self, cache: Tensor) -> "DecodeStep | None":
+        """What a CPU prepares for all layers whose caches are like this one."""
+        kind = (cache.shape[:2], cache.dtype)
+        if kind not in self._decode_steps:
+            self._decode_steps[kind] = DecodeStep.of(
+                self.block_table, self.seq_lens, self.query_start, self.slot_mapping, cache
+            )
+        return self._decode_steps[kind]
 
 
 def _slots(

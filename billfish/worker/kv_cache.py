@@ -4,7 +4,10 @@ import torch
 from torch import Tensor
 
 from billfish.config import CacheConfig, ModelConfig
-from billfish.errors import CapacityError
+from billfish.engine.plan import BlockPairs, StepPlan
+from billfish.errors import CapacityError, ConfigError
+from billfish.kernels import paged_attention
+from billfish.worker.host_copies import to_device
 from billfish.worker.memory import available_memory, zeros_on_demand
 
 
@@ -58,3 +61,25 @@ def allocate(
         config.head_dim,
     )  # fmt: skip
     return zeros_on_demand(shape, dtype)
+
+
+def move_blocks(plan: StepPlan, cache: Tensor, host_cache: Tensor | None) -> None:
+    """All swaps and copies of the plan, one call a kind, in the plan's order.
+
+    ConfigError if it swaps and there is no host_cache.
+    """
+    if host_cache is None and (plan.swap_out or plan.swap_in):
+        raise ConfigError("a plan swaps blocks, but there is no host memory for them")
+    if plan.swap_out and host_cache is not None:
+        paged_attention.swap_blocks(cache, host_cache, *_block_ids(plan.swap_out))
+    if plan.copies:
+        source, target = (to_device(ids, cache.device) for ids in _block_ids(plan.copies))
+        paged_attention.copy_blocks(cache, source, target)
+    if plan.swap_in and host_cache is not None:
+        paged_attention.swap_blocks(host_cache, cache, *_block_ids(plan.swap_in))
+
+
+def _block_ids(pairs: BlockPairs) -> tuple[Tensor, Tensor]:
+    """Sources and destinations, int64 [P] each."""
+    source, target = torch.tensor(pairs).unbind(1)
+    return source.contiguous(), target.contiguous()

@@ -1,6 +1,7 @@
 """Log-probabilities from the model's own logits, for those requests that ask for them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from billfish.engine.logprobs import MIN_LOGPROB, PromptLogprobs, TokenLogprobs
 from billfish.engine.plan import Work
 from billfish.models.decoder import CausalLM
 from billfish.sampling_params import MAX_LOGPROBS
+from billfish.worker.host_copies import to_host
 from billfish.worker.input_batch import Row
 
 SLICE = 64
@@ -18,22 +20,52 @@ SLICE = 64
 def token_logprobs(
     logits: Tensor, token_ids: Sequence[int], tops: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """One for each row of float32 logits [S, vocab_size]; tops: how many of the most likely.
+    """One for each row of logits [S, vocab_size]; tops: how many of the most likely.
 
     Computed in float32, each row by itself. Whatever is less likely than MIN_LOGPROB, or is no
     number, is reported as MIN_LOGPROB.
     """
-    logprobs = logits.log_softmax(dim=-1).nan_to_num_(nan=MIN_LOGPROB).clamp_min_(MIN_LOGPROB)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])
-    ranks = (logprobs > chosen).sum(dim=-1) + 1
-    # As many for all: the choice among equals must not depend on what batch-mates ask for.
-    most = min(MAX_LOGPROBS, logits.shape[-1]) if any(tops) else 0
-    values, ids = logprobs.topk(most, dim=-1)
-    columns = (token_ids, chosen.flatten().tolist(), ranks.tolist(), ids.tolist(), values.tolist())
-    return [
-        TokenLogprobs(token_id, logprob, rank, _best(row_ids, row_values, top))
-        for token_id, logprob, rank, row_ids, row_values, top in zip(*columns, tops, strict=True)
-    ]
+    return PendingLogprobs.measure(logits, torch.tensor(token_ids), tops).collect()
+
+
+@dataclass(frozen=True)
+class PendingLogprobs:
+    """Log-probabilities on their way from a device to the host. S tokens.
+
+    token_ids int64, chosen float32 and ranks int64, each [S]; ids int64 and values float32 [S, N].
+    """
+
+    token_ids: Tensor
+    chosen: Tensor
+    ranks: Tensor
+    ids: Tensor
+    values: Tensor
+    tops: Sequence[int]
+
+    @classmethod
+    def measure(cls, logits: Tensor, token_ids: Tensor, tops: Sequence[int]) -> "PendingLogprobs":
+        """Queue all that `collect` needs. token_ids: integers [S] on the device of the logits."""
+        token_ids = token_ids.long()
+        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+        logprobs = logprobs.nan_to_num_(nan=MIN_LOGPROB).clamp_min_(MIN_LOGPROB)
+        chosen = logprobs.gather(1, token_ids[:, None])
+        ranks = (logprobs > chosen).sum(dim=-1) + 1
+        # As many for all: the choice among equals must not depend on what batch-mates ask for.
+        most = min(MAX_LOGPROBS, logits.shape[-1]) if any(tops) else 0
+        values, ids = logprobs.topk(most, dim=-1)
+        return cls(
+            to_host(token_ids), to_host(chosen.flatten()), to_host(ranks), to_host(ids),
+            to_host(values), tops,
+        )  # fmt: skip
+
+    def collect(self) -> list[TokenLogprobs]:
+        """What was measured, once the device has come so far."""
+        columns = (self.token_ids, self.chosen, self.ranks, self.ids, self.values)
+        rows = zip(*(column.tolist() for column in columns), self.tops, strict=True)
+        return [
+            TokenLogprobs(token_id, logprob, rank, _best(row_ids, row_values, top))
+            for token_id, logprob, rank, row_ids, row_values, top in rows
+        ]
 
 
 def _best(ids: list[int], values: list[float], count: int) -> tuple[tuple[int, float], ...]:

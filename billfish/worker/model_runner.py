@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from billfish.engine.plan import NOT_FINITE, BlockPairs, StepPlan, StepResult
-from billfish.errors import ConfigError
-from billfish.kernels import paged_attention
+from billfish.engine.plan import NOT_FINITE, StepPlan, StepResult
 from billfish.models.decoder import CausalLM
 from billfish.worker.input_batch import InputBatch
+from billfish.worker.kv_cache import move_blocks
 from billfish.worker.logits_processor import LogitsProcessor
 from billfish.worker.logprobs import prompt_logprobs, token_logprobs
 from billfish.worker.sampler import NO_TOKEN, sample
@@ -42,7 +41,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        self._move_blocks(plan)
+        move_blocks(plan, self.kv_cache, self.host_cache)
         self.batch.apply(plan)
         if not plan.work:
             return StepResult(plan.step)
@@ -81,27 +80,3 @@ class ModelRunner:
             tops = [rows[i].sampling.logprobs or 0 for i in asking]
             found = token_logprobs(logits[asking], [token_ids[i] for i in asking], tops)
             result.logprobs.update(zip((request_ids[i] for i in asking), found, strict=True))
-
-    def _move_blocks(self, plan: StepPlan) -> None:
-        """All swaps and copies of the plan, one call a kind, in the plan's order."""
-        if plan.swap_out:
-            source, target = _block_ids(plan.swap_out)
-            paged_attention.swap_blocks(self.kv_cache, self._host(), source, target)
-        if plan.copies:
-            device = self.kv_cache.device
-            source, target = (ids.to(device) for ids in _block_ids(plan.copies))
-            paged_attention.copy_blocks(self.kv_cache, source, target)
-        if plan.swap_in:
-            source, target = _block_ids(plan.swap_in)
-            paged_attention.swap_blocks(self._host(), self.kv_cache, source, target)
-
-    def _host(self) -> Tensor:
-        if self.host_cache is None:
-            raise ConfigError("a plan swaps blocks, but there is no host memory for them")
-        return self.host_cache
-
-
-def _block_ids(pairs: BlockPairs) -> tuple[Tensor, Tensor]:
-    """Sources and destinations, int64 [P] each."""
-    source, target = torch.tensor(pairs).unbind(1)
-    return source.contiguous(), target.contiguous()

@@ -11,7 +11,9 @@ import torch
 
 from billfish.kernels.general import gpu, rms_norm_reference, sample_gpu, silu_mul_reference
 from billfish.sampling_params import SamplingParams
+from billfish.worker import step_inputs, step_inputs_gpu
 from billfish.worker.sampler import NO_TOKEN, sample
+from billfish.worker.step_inputs import Header
 
 
 @pytest.fixture(autouse=True)
@@ -138,3 +140,32 @@ def test_extreme_temperatures():
     params = [SamplingParams(temperature=1e-6), SamplingParams(temperature=100.0, top_p=0.999)]
     want = sample(logits.float(), params, [1, 2], [3, 4])
     assert chosen(logits, params, [1, 2], [3, 4]) == want
+
+
+@pytest.mark.parametrize("one_each", [True, False])
+def test_step_inputs(one_each):
+    """The kernel that makes the inputs of a step, against their definition."""
+    rng = random.Random(int(one_each))
+    requests, length, block_size = 5, 400, 4
+    blocks = length // block_size
+    tables = torch.randint(1, 1000, (8, length), dtype=torch.int32)
+    block_table = torch.randint(1, 90, (8, blocks), dtype=torch.int32)
+    seq_lens = [rng.randint(150, length) for _ in range(requests - 1)] + [0]
+    query_lens = [1 if one_each else rng.randint(1, 140) for _ in range(requests)]
+    starts = [sum(query_lens[:i]) for i in range(requests + 1)]
+    header = Header(8, torch.device("cpu"))
+    header.send({
+        "rows": rng.sample(range(8), requests), "seq_lens": seq_lens, "query_start": starts,
+        "found": [rng.choice((0, seq_len, seq_len - 7)) for seq_len in seq_lens],
+        "new_blocks": [rng.choice((-1, 500 + i)) for i in range(requests)] if one_each else [],
+    })  # fmt: skip
+    results = []
+    for make in (step_inputs.make, step_inputs_gpu.make):
+        out = step_inputs.allocate(starts[-1], requests, blocks, torch.device("cpu"))
+        table = block_table.clone()
+        start = torch.tensor(starts, dtype=torch.int32)
+        make(header, start, tables, table, block_size, out, max(query_lens))
+        used = [out.block_table[i, : -(-n // block_size)] for i, n in enumerate(seq_lens)]
+        results.append((out.token_ids, out.positions, out.slots, table, torch.cat(used)))
+    for want, got in zip(*results, strict=True):
+        assert torch.equal(want, got)

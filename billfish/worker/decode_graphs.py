@@ -1,0 +1,62 @@
+"""CUDA graphs of decode steps at a ladder of batch sizes: a step is launched by one call.
+
+Capture records launches with their addresses, so everything that a graph reads is in buffers that
+stay. All graphs take their memory from one pool; they run one after another.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224)
+
+
+def ladder(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture: dense where a step is short, then every 32, the largest included."""
+    sizes = [size for size in _LADDER if size < max_num_seqs]
+    return [*sizes, *range(256, max_num_seqs, 64), max_num_seqs]
+
+
+class DecodeGraphs:
+    """run: computes a decode step of so many rows from buffers that stay, to logits [rows, V].
+
+    On a CPU there is nothing to capture: `replay` calls `run`, with the same padding.
+    """
+
+    def __init__(self, run: Callable[[int], Tensor], sizes: list[int], device: torch.device):
+        self._run, self._sizes, self._device = run, sizes, device
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    @property
+    def largest(self) -> int:
+        """Rows of the largest graph, 0 where there are none."""
+        return self._sizes[-1] if self._sizes else 0
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture all sizes, the largest first, so that the others fit in its memory."""
+        if self._device.type != "cuda":
+            return
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        for size in reversed(self._sizes):
+            with torch.cuda.stream(stream):
+                self._run(size)  # compiles, and allocates what outlives the step
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                logits = self._run(size)
+            self._graphs[size] = (graph, logits)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+
+    def replay(self, count: int) -> Tensor:
+        """Logits [count, V] of a step of `count` rows, valid until the next call."""
+        size = self._sizes[bisect_left(self._sizes, count)]
+        if not self._graphs:
+            return self._run(size)[:count]
+        graph, logits = self._graphs[size]
+        graph.replay()
+        return logits[:count]

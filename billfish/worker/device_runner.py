@@ -1,0 +1,264 @@
+"""Runs the engine's plans on a device with memory of its own: queues a step, and goes on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from billfish.engine.logprobs import PromptLogprobs
+from billfish.engine.plan import NOT_FINITE, StepPlan, StepResult
+from billfish.kernels.paged_attention import AttentionMetadata
+from billfish.models.decoder import CausalLM
+from billfish.worker import step_inputs
+from billfish.worker.decode_graphs import DecodeGraphs, ladder
+from billfish.worker.device_batch import DeviceBatch, Step
+from billfish.worker.device_rules import DeviceRules
+from billfish.worker.host_copies import pinned, to_device, to_host
+from billfish.worker.input_batch import Row
+from billfish.worker.kv_cache import move_blocks
+from billfish.worker.logprobs import SLICE, PendingLogprobs
+from billfish.worker.model_runner import NOTHING_LEFT
+from billfish.worker.sampler import NO_TOKEN, sample
+
+TYPICAL_KV_TOKENS = 2048
+"""KV tokens of a sequence that decode graphs are made for: attention of few and short sequences
+starts while the kernel ahead of it ends."""
+
+
+@dataclass(slots=True)
+class DeviceStep:
+    """A step that is queued; see `billfish.engine.plan.PendingStep`.
+
+    tokens: int32 [S] in host memory, valid once `done` has come. finite: whether the model's own
+    logits were numbers, bool [S], where rules may have left nothing to choose.
+    """
+
+    step: int
+    sampled: tuple[tuple[str, Row], ...] = ()
+    tokens: Tensor | None = None
+    finite: Tensor | None = None
+    done: Any = None
+    logprobs: tuple[list[str], PendingLogprobs] | None = None
+    prompt_logprobs: list[tuple[str, int, list[PendingLogprobs]]] = field(default_factory=list)
+
+    def result(self) -> StepResult:
+        if self.done is not None:
+            self.done.synchronize()
+        result = StepResult(self.step)
+        if self.tokens is not None:
+            finite = [False] * len(self.sampled) if self.finite is None else self.finite.tolist()
+            rows = zip(self.sampled, self.tokens.tolist(), finite, strict=True)
+            for (request_id, _), token_id, is_finite in rows:
+                if token_id == NO_TOKEN:
+                    result.failed[request_id] = NOTHING_LEFT if is_finite else NOT_FINITE
+                else:
+                    result.token_ids[request_id] = token_id
+        if self.logprobs is not None:
+            names, pending = self.logprobs
+            found = zip(names, pending.collect(), strict=True)
+            result.logprobs.update((n, each) for n, each in found if n in result.token_ids)
+        for request_id, start, parts in self.prompt_logprobs:
+            tokens = tuple(each for part in parts for each in part.collect())
+            result.prompt_logprobs[request_id] = PromptLogprobs(start, tokens)
+        return result
+
+
+class DeviceRunner:
+    """The executor of one model on one GPU; see `billfish.engine.plan.OverlappingExecutor`.
+
+    Arguments as for `ModelRunner`. decode_graphs: capture decode steps with `capture`; without, and
+    for steps that compute more than a token of a sequence, kernels are launched one by one.
+    batch_invariant: attention adds a sequence's keys up in an order that batch-mates do not change.
+
+    It also runs on a CPU, where nothing overlaps, so that all but the kernels can be tested there.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_cache: Tensor,
+        *,
+        vocab_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        host_cache: Tensor | None = None,
+        decode_graphs: bool = True,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.host_cache = host_cache
+        self.vocab_size = vocab_size
+        self.device = device = kv_cache.device
+        self.batch = DeviceBatch(max_num_seqs, max_model_len, kv_cache.shape[3], device)
+        self.rules = DeviceRules(self.batch.token_table)
+        self._plans = _attention_plans(model, kv_cache, max_num_seqs, batch_invariant)
+        self._inputs = step_inputs.allocate(
+            max_num_seqs, max_num_seqs, self.batch.max_blocks, device
+        )
+        self._one_each = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        copies = step_inputs.Header.COPIES
+        self._host_tokens = [pinned((max_num_seqs,), torch.int32, device) for _ in range(copies)]
+        sizes = ladder(max_num_seqs) if decode_graphs else []
+        self.graphs = DecodeGraphs(self._decode, sizes, device)
+
+    def capture(self) -> None:
+        """Capture the decode graphs: compiles what they launch."""
+        self.graphs.capture()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.submit(plan).result()
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> DeviceStep:
+        """Queue a step. At most two may be queued and not asked for their results."""
+        move_blocks(plan, self.kv_cache, self.host_cache)
+        step = self.batch.apply(plan)
+        pending = DeviceStep(plan.step)
+        if step is None:
+            return pending
+        if step.decodes and self.graphs.largest and not step.wants_prompt_logits:
+            logits = self.graphs.replay(step.num_requests)
+            self.batch.copy_forks(plan)
+            if not step.in_order:
+                logits = logits[self._sample_index(step)]
+        else:
+            logits = self._mixed(plan, step, pending)
+        if step.sampled:
+            self._sample(logits[:, : self.vocab_size], step, pending)
+        if self.device.type == "cuda":
+            pending.done = torch.cuda.Event()
+            pending.done.record()
+        return pending
+
+    def _decode(self, count: int) -> Tensor:
+        """Logits [count, V] of the step in the header, padded to `count` rows of a token each."""
+        inputs = step_inputs.StepInputs(
+            self._inputs.token_ids[:count], self._inputs.positions[:count],
+            self._inputs.slots[:count], self._inputs.block_table[:count],
+        )  # fmt: skip
+        query_start = self._one_each[: count + 1]
+        self.batch.fill(query_start, inputs, longest=1)
+        seq_lens = self.batch.header.seq_lens[:count]
+        metadata = AttentionMetadata(
+            inputs.block_table, seq_lens, query_start, inputs.slots, 1, TYPICAL_KV_TOKENS
+        )
+        hidden = self._forward(inputs, metadata)
+        return self.model.logits(hidden)
+
+    def _mixed(self, plan: StepPlan, step: Step, pending: DeviceStep) -> Tensor:
+        """Logits [S, V] of a step of any kind."""
+        inputs, metadata = self.batch.mixed_inputs(step)
+        self.batch.copy_forks(plan)
+        hidden = self._forward(inputs, metadata)
+        if step.wants_prompt_logits:
+            self._prompt_logprobs(hidden, step, pending)
+        if not step.sampled:
+            return hidden
+        return self.model.logits(hidden[self._sample_index(step)])
+
+    def _forward(self, inputs: step_inputs.StepInputs, metadata: AttentionMetadata) -> Tensor:
+        if self.device.type == "cpu":
+            metadata = _on_cpu(metadata, self.batch.block_size)
+        for plan in self._plans:
+            metadata = plan.update(metadata)
+        return self.model(inputs.token_ids, inputs.positions, self.kv_cache, metadata)
+
+    def _sample_index(self, step: Step) -> Tensor:
+        return self.batch.header.sample_index[: len(step.sampled)]
+
+    def _sample(self, logits: Tensor, step: Step, pending: DeviceStep) -> None:
+        """Choose the next tokens from the model's logits [S, V]; they go into the token table."""
+        rows = [row for _, row in step.sampled]
+        count = len(rows)
+        header = self.batch.header
+        positions = header.sample_positions[:count]
+        processed = self.rules.apply(logits, rows, positions)
+        tokens = self._tokens[:count]
+        if self.device.type == "cuda":
+            from billfish.kernels.general import sample_gpu
+
+            sample_gpu.sample(
+                processed, header.sample_rows[:count], positions, header.numbers, header.integers,
+                self.batch.token_table, tokens, greedy=all(row.sampling.greedy for row in rows),
+            )  # fmt: skip
+        else:
+            self._sample_on_cpu(processed.float(), rows, positions, tokens)
+        pending.sampled = step.sampled
+        pending.tokens = self._host_tokens[pending.step % len(self._host_tokens)][:count]
+        pending.tokens.copy_(tokens, non_blocking=True)
+        if processed is not logits:
+            pending.finite = to_host(logits.amax(dim=-1).isfinite())
+        asking = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
+        if asking:
+            index = to_device(torch.tensor(asking), self.device)
+            tops = [rows[i].sampling.logprobs or 0 for i in asking]
+            measured = PendingLogprobs.measure(logits[index], tokens[index].clamp(min=0), tops)
+            pending.logprobs = ([step.sampled[i][0] for i in asking], measured)
+
+    def _sample_on_cpu(
+        self, logits: Tensor, rows: Sequence[Row], positions: Tensor, out: Tensor
+    ) -> None:
+        places = positions.tolist()
+        tokens = sample(logits, [r.sampling for r in rows], [r.seed for r in rows], places)
+        out.copy_(torch.tensor(tokens, dtype=torch.int32))
+        for row, place, token in zip(rows, places, tokens, strict=True):
+            if place < self.batch.max_model_len:
+                self.batch.token_table[row.index, place] = max(token, 0)
+
+    def _prompt_logprobs(self, hidden: Tensor, step: Step, pending: DeviceStep) -> None:
+        """Of the prompt tokens after those of this step, for the requests that ask for them."""
+        offset = 0
+        for item, row in step.work:
+            top = row.sampling.prompt_logprobs
+            count = min(item.num_tokens, row.num_prompt_tokens - 1 - item.start)
+            # A request that comes with tokens of its own was preempted after its prompt was done.
+            if top is not None and not row.resumed and count > 0:
+                start = item.start + 1
+                parts = []
+                for i in range(0, count, SLICE):
+                    size = min(SLICE, count - i)
+                    begin = offset + i
+                    logits = self.model.logits(hidden[begin : begin + size])[:, : self.vocab_size]
+                    targets = self.batch.token_table[row.index, start + i : start + i + size]
+                    parts.append(PendingLogprobs.measure(logits, targets, [top] * size))
+                pending.prompt_logprobs.append((item.request_id, start, parts))
+            offset += item.num_tokens
+
+
+def _attention_plans(
+    model: CausalLM, kv_cache: Tensor, max_num_seqs: int, batch_invariant: bool
+) -> list[Any]:
+    """How decode attention is split, one plan for each window that layers have; none on a CPU."""
+    if kv_cache.device.type == "cpu":
+        return []
+    from billfish.kernels.paged_attention.planner import DecodePlan
+
+    config = model.config
+    group = config.num_heads // config.num_kv_heads
+    return [
+        DecodePlan.allocate(
+            max_requests=max_num_seqs,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            max_query_len=max(1, 16 // group),
+            sliding_window=window,
+            batch_invariant=batch_invariant,
+            block_size=kv_cache.shape[3],
+            device=kv_cache.device,
+        )
+        for window in dict.fromkeys(layer.sliding_window for layer in config.layers)
+    ]
+
+
+def _on_cpu(metadata: AttentionMetadata, block_size: int) -> AttentionMetadata:
+    """What a CPU prepares for a step besides, from inputs made as for a GPU."""
+    built = AttentionMetadata.build(
+        metadata.block_table, metadata.seq_lens, metadata.query_start.diff(), block_size
+    )
+    built.slot_mapping.copy_(metadata.slot_mapping)
+    return built

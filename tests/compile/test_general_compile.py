@@ -52,9 +52,11 @@ def test_add_rms_norm(monkeypatch, capability, size):
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_silu_mul(monkeypatch, capability):
+@pytest.mark.parametrize("function", ["silu_mul", "gelu_tanh_mul"])
+def test_gated_activation(monkeypatch, capability, function):
     x = torch.empty(4, 2 * 14336, dtype=torch.bfloat16)
-    code = compiled(monkeypatch, gpu, "_silu_mul_kernel", lambda: gpu.silu_mul(x), capability)
+    launch = getattr(gpu, function)
+    code = compiled(monkeypatch, gpu, "_gated_kernel", lambda: launch(x), capability)
     assert code.spill_bytes == 0
     assert code.count("LDG.E.128") > 0
 

@@ -9,7 +9,13 @@ import random
 import pytest
 import torch
 
-from billfish.kernels.general import gpu, rms_norm_reference, sample_gpu, silu_mul_reference
+from billfish.kernels.general import (
+    gelu_tanh_mul_reference,
+    gpu,
+    rms_norm_reference,
+    sample_gpu,
+    silu_mul_reference,
+)
 from billfish.sampling_params import SamplingParams
 from billfish.worker import step_inputs, step_inputs_gpu
 from billfish.worker.sampler import NO_TOKEN, sample
@@ -46,9 +52,10 @@ def test_rms_norm_of_views():
 
 @pytest.mark.parametrize("shape", [(3, 128), (1, 2, 3, 34), (2, 9000)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_silu_mul(shape, dtype):
+def test_gated_activations(shape, dtype):
     x = 4 * torch.randn(shape, dtype=dtype)
     close(gpu.silu_mul(x), silu_mul_reference(x.double()))
+    close(gpu.gelu_tanh_mul(x), gelu_tanh_mul_reference(x.double()))
 
 
 def chosen(logits, params, seeds, positions, table_length=64):

@@ -27,7 +27,10 @@ def _fake(gate_up: Tensor) -> Tensor:
 
 
 _gelu_tanh_mul: Callable[..., Tensor] = register(
-    "gelu_tanh_mul(Tensor gate_up) -> Tensor", fake=_fake, cpu=_cpu
+    "gelu_tanh_mul(Tensor gate_up) -> Tensor",
+    fake=_fake,
+    cpu=_cpu,
+    gpu="billfish.kernels.general.gpu",
 )
 
 

@@ -92,9 +92,12 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
 
 
 @triton.jit
-def _silu_mul_kernel(
-    gate_up, out, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def _gated_kernel(
+    gate_up, out, row_stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """gate * sigmoid(z) * up, where z is the gate for SiLU, and for the GELU approximated by tanh
+    twice the argument of tanh: (1 + tanh(x)) / 2 = sigmoid(2 x)."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < SIZE
@@ -103,11 +106,22 @@ def _silu_mul_kernel(
         gdc_wait()
     gate = tl.load(gate_up + row * row_stride + d, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * row_stride + SIZE + d, mask=inside, other=0.0).to(tl.float32)
-    value = gate / (1.0 + tl.exp(-gate)) * up
+    z = gate
+    if GELU:
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    value = gate / (1.0 + tl.exp(-z)) * up
     tl.store(out + row * SIZE + d, value.to(out.dtype.element_ty), mask=inside)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
+    return _gated(gate_up, gelu=False)
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    return _gated(gate_up, gelu=True)
+
+
+def _gated(gate_up: Tensor, *, gelu: bool) -> Tensor:
     size = gate_up.shape[-1] // 2
     rows = _rows(gate_up)
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
@@ -115,8 +129,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         block = min(2048, triton.next_power_of_2(size))
         pdl = overlaps(gate_up.device)
         with _on(gate_up):
-            _silu_mul_kernel[(rows.shape[0], triton.cdiv(size, block))](
-                rows, out, rows.stride(0), SIZE=size, BLOCK=block, PDL=pdl,
+            _gated_kernel[(rows.shape[0], triton.cdiv(size, block))](
+                rows, out, rows.stride(0), SIZE=size, BLOCK=block, GELU=gelu, PDL=pdl,
                 num_warps=min(8, max(1, block // 256)), **launch_options(pdl),
             )  # fmt: skip
     return out

@@ -23,6 +23,7 @@ from billfish.models import gguf as gguf_models
 from billfish.sampling_params import SamplingParams
 from billfish.tokenizer import from_gguf
 from billfish.worker import ModelRunner, kv_cache
+from billfish.worker.grammar import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ class LLM:
                 max_len=self.max_model_len,
                 progress=progress,
             )
+        self.grammars = GrammarCompiler(self.tokenizer)
         self.executor = ModelRunner(
             network,
             memory,
@@ -116,6 +118,7 @@ class LLM:
             max_num_seqs=self.config.scheduler.max_num_seqs,
             max_model_len=self.max_model_len,
             host_cache=host_memory,
+            grammars=self.grammars,
         )
         self.engine = Engine(
             self.executor,
@@ -253,6 +256,9 @@ class LLM:
             raise InvalidRequestError(
                 "params", f"got {len(params)} for {len(prompts)} prompts; give one, or one each"
             )
+        for structured in {each.structured for each in params if isinstance(each, SamplingParams)}:
+            if structured is not None:
+                self.grammars.compile(structured)
         return [
             (prompt, each, self._bad_word_ids(each))
             for prompt, each in zip(prompts, params, strict=True)

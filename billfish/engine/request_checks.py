@@ -55,6 +55,8 @@ def check_sampling(
         if not sequence:
             raise InvalidRequestError("bad_words", "one of them has no tokens")
         check_token_range("bad_words", sequence, vocab_size)
+    if params.structured is not None and not stop_ids:
+        raise InvalidRequestError("structured", "no token can end the text: give stop_token_ids")
     banned = {sequence[0] for sequence in sequences if len(sequence) == 1}
     if params.min_tokens:
         banned |= stop_ids

@@ -1,11 +1,19 @@
 """The engine as the messages see it: what they ask of it, and what it has to say."""
 
+import logging
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from billfish.engine import Engine, RequestOutput
-from billfish.errors import BillfishError, EngineUnavailableError
+from billfish.errors import (
+    BillfishError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    QueueFullError,
+    shown,
+)
 from billfish.server.messages import (
     Abort,
     Ask,
@@ -22,8 +30,13 @@ from billfish.server.messages import (
     Submit,
     ToEngine,
 )
+from billfish.structured_output import StructuredOutput
+
+logger = logging.getLogger(__name__)
 
 RECENT_TTFTS = 256
+MAX_COMPILING = 256
+"""Requests whose required form may wait to be compiled."""
 
 
 class Host(Protocol):
@@ -51,11 +64,17 @@ Build = Callable[[Launch | LaunchFake, Report], tuple[Host, ModelInfo]]
 class EngineHost:
     """Answers messages with one Engine; knows nothing of how they travel. Not thread-safe.
 
+    compile: checks a required form, and keeps what it made of it for the executor; raises what is
+    wrong with it. It runs in a thread, and the request reaches the engine only when that is done.
     draining: takes no more requests. wake: called, from any thread, when it has become busy.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, compile: Callable[[StructuredOutput], None]) -> None:
         self.engine = engine
+        self._compile = compile
+        self._compilers = ThreadPoolExecutor(2, "grammar")
+        self._compiling: dict[str, tuple[EngineRequest, Future[None]]] = {}
+        self._compiled: deque[str] = deque()
         self.draining = False
         self.wake: Callable[[], None] = lambda: None
         self._accepted: list[str] = []
@@ -66,13 +85,13 @@ class EngineHost:
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do or to say."""
-        said = self._accepted or self._refused or self._answers
+        said = self._accepted or self._refused or self._answers or self._compiled
         return bool(said) or self.engine.has_unfinished
 
     @property
     def idle(self) -> bool:
         """Whether nothing at all is here."""
-        return not self.busy
+        return not (self.busy or self._compiling)
 
     @property
     def steps_done(self) -> int:
@@ -85,6 +104,7 @@ class EngineHost:
                 self._submit(message.request)
             case Abort():
                 for request_id in message.request_ids:
+                    self._drop_compiling(request_id)
                     self.engine.abort(request_id)
             case Ask():
                 self._answers.append(self._snapshot(message))
@@ -93,6 +113,8 @@ class EngineHost:
 
     def step(self) -> list[FromEngine]:
         """Compute one step, if there is any; what there is to say."""
+        while self._compiled:
+            self._take_compiled(self._compiled.popleft())
         outputs = self.engine.step() if self.engine.has_unfinished else []
         return self.say(outputs)
 
@@ -108,27 +130,71 @@ class EngineHost:
 
     def abort_all(self) -> list[FromEngine]:
         """End all requests; what there is to say of it."""
+        for request_id in list(self._compiling):
+            self._drop_compiling(request_id)
+            self._refused.append((request_id, Problem.of(_draining())))
         outputs = [out for name in self.engine.request_ids for out in self.engine.abort(name)]
         if self.engine.has_unfinished:  # the executor is told
             outputs += self.engine.step()
         return self.say(outputs)
 
     def _submit(self, request: EngineRequest) -> None:
+        structured = request.sampling.structured
         try:
             if self.draining:
-                raise EngineUnavailableError("draining", "the engine takes no more requests")
-            self.engine.add_request(
-                request.request_id,
-                request.prompt_token_ids,
-                request.sampling,
-                bad_word_ids=request.bad_word_ids,
-                cache_salt=request.cache_salt,
-                priority=request.priority,
-            )
+                raise _draining()
+            if structured is None:
+                self._add(request)
+            else:
+                self._begin_compiling(request, structured)
         except BillfishError as error:
             self._refused.append((request.request_id, Problem.of(error)))
-        else:
-            self._accepted.append(request.request_id)
+
+    def _add(self, request: EngineRequest) -> None:
+        self.engine.add_request(
+            request.request_id,
+            request.prompt_token_ids,
+            request.sampling,
+            bad_word_ids=request.bad_word_ids,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+        )
+        self._accepted.append(request.request_id)
+
+    def _begin_compiling(self, request: EngineRequest, structured: StructuredOutput) -> None:
+        request_id = request.request_id
+        if request_id in self._compiling:
+            raise InvalidRequestError("request_id", f"{shown(request_id)} is in use")
+        if len(self._compiling) >= MAX_COMPILING:
+            raise QueueFullError(
+                f"{MAX_COMPILING} requests wait for their required form to be compiled: "
+                "try again later"
+            )
+        future = self._compilers.submit(self._compile, structured)
+        self._compiling[request_id] = (request, future)
+        future.add_done_callback(lambda _: self._end_compiling(request_id))
+
+    def _end_compiling(self, request_id: str) -> None:
+        """Called in whatever thread."""
+        self._compiled.append(request_id)
+        self.wake()
+
+    def _take_compiled(self, request_id: str) -> None:
+        request, future = self._compiling.get(request_id, (None, None))
+        if request is None or future is None or not future.done():
+            return  # aborted meanwhile
+        del self._compiling[request_id]
+        try:
+            future.result()
+            self._add(request)
+        except Exception as error:
+            if not isinstance(error, BillfishError):
+                logger.exception("a required form could not be compiled")
+            self._refused.append((request_id, Problem.of(error)))
+
+    def _drop_compiling(self, request_id: str) -> None:
+        if (found := self._compiling.pop(request_id, None)) is not None:
+            found[1].cancel()
 
     def _convert(self, output: RequestOutput) -> EngineOutput:
         first = output.num_output_tokens == len(output.new_token_ids) > 0
@@ -162,3 +228,7 @@ class EngineHost:
             tokens_per_second=tokens / span if span > 0 else 0.0,
             block_map=self.engine.block_map() if ask.block_map else None,
         )
+
+
+def _draining() -> EngineUnavailableError:
+    return EngineUnavailableError("draining", "the engine takes no more requests")

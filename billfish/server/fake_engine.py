@@ -166,10 +166,15 @@ def make_engine(
     return engine, model
 
 
+def make_host(engine: Engine) -> EngineHost:
+    """The reply is scripted, whatever form is asked for."""
+    return EngineHost(engine, lambda structured: None)
+
+
 def build(launch: LaunchFake) -> tuple[Host, ModelInfo]:
     """What the engine's process runs for a LaunchFake."""
     engine, model = make_engine(ScriptedExecutor(launch.reply))
-    return InstantHost() if launch.instant else EngineHost(engine), model
+    return InstantHost() if launch.instant else make_host(engine), model
 
 
 class InstantHost:
@@ -206,7 +211,7 @@ class InstantHost:
                 for request_id in message.request_ids:
                     self._forget(request_id)
             case Ask():
-                counters = EngineHost(make_engine(ScriptedExecutor())[0]).engine.stats()
+                counters = make_engine(ScriptedExecutor())[0].stats()
                 self._answers.append(
                     Snapshot(
                         number=message.number,
@@ -293,7 +298,7 @@ class FakeEngine(EngineClient):
             max_model_len=max_model_len,
             scheduler=scheduler,
         )
-        self.host = EngineHost(engine)
+        self.host = make_host(engine)
         self._local = _LocalBackend(self.host, model, start_by_hand)
         super().__init__(self._local, byte_tokenizer, max_requests=max_requests)
 

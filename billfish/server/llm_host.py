@@ -32,4 +32,4 @@ def build(launch: Launch, report: Report) -> tuple[EngineHost, ModelInfo]:
         default_sampling=dict(llm.checkpoint_defaults.options),
         num_int4_layers=llm.num_int4_layers,
     )
-    return EngineHost(llm.engine), model
+    return EngineHost(llm.engine, llm.grammars.compile), model

@@ -13,6 +13,7 @@ from torch import Tensor
 from billfish.engine.plan import Admission, Fork, StepPlan, Work
 from billfish.kernels.paged_attention import AttentionMetadata
 from billfish.worker import step_inputs
+from billfish.worker.grammar import GrammarCompiler
 from billfish.worker.host_copies import to_device
 from billfish.worker.input_batch import Row
 from billfish.worker.logits_processor import LogitsRules
@@ -54,9 +55,15 @@ class DeviceBatch:
     """Tables of max_num_seqs rows of max_model_len tokens."""
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.block_size = block_size
+        self.grammars = grammars
         self.device = device
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.max_blocks = -(-max_model_len // block_size)
@@ -180,7 +187,7 @@ class DeviceBatch:
             num_tokens=count,
             num_prompt_tokens=admission.num_prompt_tokens,
             resumed=count > admission.num_prompt_tokens,
-            rules=LogitsRules.of(admission),
+            rules=LogitsRules.of(admission, self.grammars),
             num_found_tokens=admission.num_computed_tokens,
         )
         start = index * self.max_model_len

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from billfish.worker.grammar import require
 from billfish.worker.host_copies import to_device
 from billfish.worker.input_batch import Row
 from billfish.worker.logits_processor import LogitsRules
@@ -73,6 +74,8 @@ class DeviceRules:
         if known.until is not None:
             pairs, until = known.until
             _ban(logits, pairs[0], pairs[1], positions[pairs[0]] < until)
+        grammars = [(i, row.rules.grammar) for i, row in enumerate(rows) if row.rules]
+        require(logits, [(i, grammar) for i, grammar in grammars if grammar is not None])
         if known.bias is not None:
             pairs, values = known.bias
             logits[pairs[0], pairs[1]] += values

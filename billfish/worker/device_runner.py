@@ -15,11 +15,12 @@ from billfish.worker import step_inputs
 from billfish.worker.decode_graphs import DecodeGraphs, ladder
 from billfish.worker.device_batch import DeviceBatch, Step
 from billfish.worker.device_rules import DeviceRules
+from billfish.worker.grammar import GrammarCompiler
 from billfish.worker.host_copies import pinned, to_device, to_host
 from billfish.worker.input_batch import Row
 from billfish.worker.kv_cache import move_blocks
 from billfish.worker.logprobs import SLICE, PendingLogprobs
-from billfish.worker.model_runner import NOTHING_LEFT
+from billfish.worker.model_runner import why_nothing_left
 from billfish.worker.sampler import NO_TOKEN, sample
 
 TYPICAL_KV_TOKENS = 2048
@@ -42,17 +43,29 @@ class DeviceStep:
     done: Any = None
     logprobs: tuple[list[str], PendingLogprobs] | None = None
     prompt_logprobs: list[tuple[str, int, list[PendingLogprobs]]] = field(default_factory=list)
+    followed: bool = False
 
-    def result(self) -> StepResult:
+    def follow(self) -> None:
+        """Let the grammars follow the tokens of this step, once it is done."""
         if self.done is not None:
             self.done.synchronize()
+        if self.followed or self.tokens is None:
+            return
+        self.followed = True
+        for (_, row), token_id in zip(self.sampled, self.tokens.tolist(), strict=True):
+            grammar = row.rules.grammar if row.rules else None
+            if grammar and token_id != NO_TOKEN and token_id not in grammar.stop_ids:
+                grammar.advance((token_id,))
+
+    def result(self) -> StepResult:
+        self.follow()
         result = StepResult(self.step)
         if self.tokens is not None:
             finite = [False] * len(self.sampled) if self.finite is None else self.finite.tolist()
             rows = zip(self.sampled, self.tokens.tolist(), finite, strict=True)
-            for (request_id, _), token_id, is_finite in rows:
+            for (request_id, row), token_id, is_finite in rows:
                 if token_id == NO_TOKEN:
-                    result.failed[request_id] = NOTHING_LEFT if is_finite else NOT_FINITE
+                    result.failed[request_id] = why_nothing_left(row) if is_finite else NOT_FINITE
                 else:
                     result.token_ids[request_id] = token_id
         if self.logprobs is not None:
@@ -86,13 +99,15 @@ class DeviceRunner:
         host_cache: Tensor | None = None,
         decode_graphs: bool = True,
         batch_invariant: bool = False,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.host_cache = host_cache
         self.vocab_size = vocab_size
         self.device = device = kv_cache.device
-        self.batch = DeviceBatch(max_num_seqs, max_model_len, kv_cache.shape[3], device)
+        self.batch = DeviceBatch(max_num_seqs, max_model_len, kv_cache.shape[3], device, grammars)
+        self._last = DeviceStep(-1)
         self.rules = DeviceRules(self.batch.token_table)
         self._plans = _attention_plans(model, kv_cache, max_num_seqs, batch_invariant)
         self._inputs = step_inputs.allocate(
@@ -176,6 +191,11 @@ class DeviceRunner:
         count = len(rows)
         header = self.batch.header
         positions = header.sample_positions[:count]
+        if any(row.rules and row.rules.grammar for row in rows):
+            # The masks depend on the last tokens. The model's part of this step is queued already,
+            # so the device computes while the host waits for them and makes the masks.
+            self._last.follow()
+        self._last = pending
         processed = self.rules.apply(logits, rows, positions)
         tokens = self._tokens[:count]
         if self.device.type == "cuda":

@@ -9,6 +9,7 @@ from billfish.engine.plan import NULL_BLOCK, Admission, Fork, StepPlan
 from billfish.kernels.paged_attention import AttentionMetadata
 from billfish.kernels.paged_attention.metadata import PADDING_SLOT
 from billfish.sampling_params import SamplingParams
+from billfish.worker.grammar import GrammarCompiler
 from billfish.worker.logits_processor import LogitsRules
 
 
@@ -49,9 +50,16 @@ class StepInputs:
 class InputBatch:
     """Token ids and block tables of all admitted sequences, kept from step to step."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
+        self.grammars = grammars
         self.token_ids = torch.zeros(max_num_seqs, max_model_len, dtype=torch.int64)
         self.block_table = torch.full((max_num_seqs, max_blocks), NULL_BLOCK, dtype=torch.int32)
         self.rows: dict[str, Row] = {}
@@ -79,6 +87,9 @@ class InputBatch:
         if row.num_tokens < self.token_ids.shape[1]:
             self.token_ids[row.index, row.num_tokens] = token_id
         row.num_tokens += 1
+        grammar = row.rules.grammar if row.rules else None
+        if grammar is not None and token_id not in grammar.stop_ids:
+            grammar.advance((token_id,))
 
     def build(self, plan: StepPlan) -> StepInputs:
         """The tensors of a step; its work must not be empty."""
@@ -125,7 +136,7 @@ class InputBatch:
             num_tokens=len(tokens),
             num_prompt_tokens=admission.num_prompt_tokens,
             resumed=len(tokens) > admission.num_prompt_tokens,
-            rules=LogitsRules.of(admission),
+            rules=LogitsRules.of(admission, self.grammars),
             num_found_tokens=admission.num_computed_tokens,
         )
         self._add_blocks(row, admission.block_ids)

@@ -6,6 +6,7 @@ The order, which is that of vLLM's V1 sampler (its documentation of `vllm.v1.sam
 2. allowed_token_ids: all others are banned, their logits minus infinity.
 3. bad_words: the last token of one is banned where the others were just generated.
 4. min_tokens: the tokens that end the request are banned until so many are generated.
+   structured: what cannot follow in the required form is banned (`worker/grammar.py`).
 5. logit_bias is added. What is banned stays banned, here and in what follows.
 6. repetition_penalty (Keskar et al., "CTRL", arXiv:1909.05858), over prompt and generated tokens:
    positive logits are divided by it, others multiplied. Then frequency_penalty times the count and
@@ -24,7 +25,8 @@ import torch
 from torch import Tensor
 
 from billfish.engine.plan import Admission
-from billfish.errors import CapacityError
+from billfish.errors import CapacityError, ConfigError
+from billfish.worker.grammar import GrammarCompiler, GrammarState, require
 from billfish.worker.memory import available_memory, zeros_on_demand
 
 if TYPE_CHECKING:
@@ -37,8 +39,8 @@ class LogitsRules:
 
     allowed: int64 [A]. bias: token ids int64 [B] and float32 [B]. bans: the tokens banned after
     each sequence of generated tokens, the empty one included; ban_lengths: lengths of those
-    sequences. penalties: repetition, frequency, presence. num_counted: tokens, from the
-    beginning, that LogitsProcessor has counted.
+    sequences. penalties: repetition, frequency, presence. grammar: where the sequence is in the
+    required form. num_counted: tokens, from the beginning, that LogitsProcessor has counted.
     """
 
     num_prompt_tokens: int
@@ -49,16 +51,20 @@ class LogitsRules:
     min_tokens: int
     stop_ids: tuple[int, ...]
     penalties: tuple[float, float, float] | None
+    grammar: GrammarState | None = None
     num_counted: int = 0
 
     @staticmethod
-    def of(admission: Admission) -> "LogitsRules | None":
-        """The rules of a request; None where it asks for nothing."""
+    def of(admission: Admission, grammars: GrammarCompiler | None = None) -> "LogitsRules | None":
+        """The rules of a request; None where it asks for nothing.
+
+        ConfigError where it asks for a form and there are no grammars.
+        """
         params = admission.sampling
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         wanted = (
             params.allowed_token_ids, params.logit_bias, admission.bad_word_ids, params.min_tokens,
-            penalties != (1.0, 0.0, 0.0),
+            params.structured, penalties != (1.0, 0.0, 0.0),
         )  # fmt: skip
         if not any(wanted):
             return None
@@ -77,11 +83,13 @@ class LogitsRules:
             min_tokens=params.min_tokens,
             stop_ids=tuple(admission.stop_ids),
             penalties=penalties if wanted[-1] else None,
+            grammar=_grammar(admission, grammars),
         )
 
     def fork(self) -> "LogitsRules":
         """For another row with the same request's options, of which nothing is counted yet."""
-        return replace(self, num_counted=0)
+        grammar = self.grammar.fork() if self.grammar else None
+        return replace(self, num_counted=0, grammar=grammar)
 
     def banned(self, generated: Sequence[int]) -> list[int]:
         """Token ids banned after these: at least as many of the last ones as any ban looks at."""
@@ -125,6 +133,7 @@ class LogitsProcessor:
         logits = logits.masked_fill(~finite, torch.nan)
         _allow(logits, [(i, rules.allowed) for i, _, rules in asking if rules.allowed is not None])
         _ban(logits, asking, token_ids)
+        require(logits, [(i, rules.grammar) for i, _, rules in asking if rules.grammar])
         _add_bias(logits, [(i, *rules.bias) for i, _, rules in asking if rules.bias is not None])
         penalized = [entry for entry in asking if entry[2].penalties is not None]
         if penalized:
@@ -198,6 +207,16 @@ def _ban(logits: Tensor, asking: list[Asking], token_ids: Tensor) -> None:
     if banned:
         where = torch.tensor([rows, banned], device=logits.device)
         logits[where[0], where[1]] = -torch.inf
+
+
+def _grammar(admission: Admission, grammars: GrammarCompiler | None) -> GrammarState | None:
+    structured = admission.sampling.structured
+    if structured is None:
+        return None
+    if grammars is None:
+        raise ConfigError("a request asks for a form of its text, and there are no grammars")
+    generated = admission.token_ids[admission.num_prompt_tokens :]
+    return grammars.start(structured, tuple(admission.stop_ids), generated)
 
 
 def _add_bias(logits: Tensor, biases: list[tuple[int, Tensor, Tensor]]) -> None:

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from billfish.engine.plan import NOT_FINITE, StepPlan, StepResult
 from billfish.models.decoder import CausalLM
-from billfish.worker.input_batch import InputBatch
+from billfish.worker.grammar import DEAD_END, GrammarCompiler
+from billfish.worker.input_batch import InputBatch, Row
 from billfish.worker.kv_cache import move_blocks
 from billfish.worker.logits_processor import LogitsProcessor
 from billfish.worker.logprobs import prompt_logprobs, token_logprobs
@@ -19,7 +20,8 @@ class ModelRunner:
 
     kv_cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]. host_cache: the same
     in host memory, for blocks that are swapped out; None where none ever are. vocab_size: tokens
-    that may be chosen; a model's own vocabulary may be longer, padded to a round number.
+    that may be chosen; a model's own vocabulary may be longer, padded to a round number. grammars:
+    for requests that ask for a form of their text; None where there are none.
     """
 
     def __init__(
@@ -31,13 +33,14 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         host_cache: Tensor | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.host_cache = host_cache
         self.vocab_size = vocab_size
         self.processor = LogitsProcessor(max_num_seqs, vocab_size)
-        self.batch = InputBatch(max_num_seqs, max_model_len, block_size=kv_cache.shape[3])
+        self.batch = InputBatch(max_num_seqs, max_model_len, kv_cache.shape[3], grammars)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -70,7 +73,7 @@ class ModelRunner:
         for i, (request_id, token_id) in enumerate(zip(request_ids, token_ids, strict=True)):
             if token_id == NO_TOKEN:
                 broken = not logits[i].amax().isfinite()
-                result.failed[request_id] = NOT_FINITE if broken else NOTHING_LEFT
+                result.failed[request_id] = NOT_FINITE if broken else why_nothing_left(rows[i])
                 continue
             self.batch.append(request_id, token_id)
             result.token_ids[request_id] = token_id
@@ -80,3 +83,11 @@ class ModelRunner:
             tops = [rows[i].sampling.logprobs or 0 for i in asking]
             found = token_logprobs(logits[asking], [token_ids[i] for i in asking], tops)
             result.logprobs.update(zip((request_ids[i] for i in asking), found, strict=True))
+
+
+def why_nothing_left(row: Row) -> str:
+    """Why no token can be chosen where the model's logits are numbers."""
+    grammar = row.rules.grammar if row.rules else None
+    if grammar is None:
+        return NOTHING_LEFT
+    return grammar.failure or f"{DEAD_END}, together with the request's other options"

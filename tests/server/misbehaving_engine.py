@@ -18,7 +18,7 @@ import time
 from billfish.engine.plan import StepPlan
 from billfish.errors import CapacityError, ConfigError
 from billfish.server import engine_process, fake_engine
-from billfish.server.engine_host import EngineHost, Host, Report
+from billfish.server.engine_host import Host, Report
 from billfish.server.messages import Launch, LaunchFake, ModelInfo
 
 
@@ -53,7 +53,7 @@ def build(launch: Launch | LaunchFake, report: Report) -> tuple[Host, ModelInfo]
     misbehave(launch.reply)
     executor = fake_engine.ScriptedExecutor(launch.reply, on_step)
     engine, model = fake_engine.make_engine(executor)
-    return EngineHost(engine), model
+    return fake_engine.make_host(engine), model
 
 
 if __name__ == "__main__":

@@ -143,14 +143,16 @@ class CacheConfig:
     """The paged KV cache.
 
     block_size: tokens a block holds. num_blocks: blocks in all, the null block not counted; None
-    takes what fits in memory_bytes. prefix_caching: keep full blocks after their requests have
-    ended, and let requests that begin with the same tokens share them. swap_blocks: blocks of host
-    memory, to which requests can be swapped when num_blocks do not suffice.
+    takes what fits in memory_bytes. memory_bytes: None takes 1 GiB on a CPU and, on a GPU, what is
+    left of the share gpu_memory of its memory. prefix_caching: keep full blocks after their
+    requests have ended, and let requests that begin with the same tokens share them. swap_blocks:
+    blocks of host memory, to which requests can be swapped when num_blocks do not suffice.
     """
 
     block_size: int = 16
     num_blocks: int | None = None
-    memory_bytes: int = 1 << 30
+    memory_bytes: int | None = None
+    gpu_memory: float = 0.92
     prefix_caching: bool = True
     swap_blocks: int = 0
 
@@ -158,7 +160,11 @@ class CacheConfig:
         _check_int("block_size", self.block_size, 1, 256)
         if self.num_blocks is not None:
             _check_int("num_blocks", self.num_blocks, 1, 2**31 - 2)
-        _check_int("memory_bytes", self.memory_bytes, 1, 2**63 - 1)
+        if self.memory_bytes is not None:
+            _check_int("memory_bytes", self.memory_bytes, 1, 2**63 - 1)
+        _check_positive("gpu_memory", self.gpu_memory)
+        if self.gpu_memory > 1:
+            raise ConfigError(f"gpu_memory must be a share up to 1, got {shown(self.gpu_memory)}")
         if not isinstance(self.prefix_caching, bool):
             raise ConfigError(f"prefix_caching must be a bool, got {shown(self.prefix_caching)}")
         _check_int("swap_blocks", self.swap_blocks, 0, 2**31 - 2)

@@ -124,6 +124,36 @@ class DeviceRunner:
         """Capture the decode graphs: compiles what they launch."""
         self.graphs.capture()
 
+    @torch.inference_mode()
+    def measure_peak(self, num_tokens: int) -> int:
+        """Bytes that the largest step takes for a while: so many tokens, all sequences sampled.
+
+        Compiles what such a step launches. It reads and writes no KV but the null block's.
+        """
+        count = self.batch.max_num_seqs
+        spread = [num_tokens // count + (i < num_tokens % count) for i in range(count)]
+        lens = [min(n, self.batch.max_model_len) for n in spread if n]
+        starts = [sum(lens[:i]) for i in range(len(lens) + 1)]
+        self.batch.header.send({"rows": [0] * len(lens), "seq_lens": lens, "query_start": starts,
+                                "found": lens})  # fmt: skip
+        total, device = starts[-1], self.device
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        inputs = step_inputs.allocate(total, len(lens), self.batch.max_blocks, device)
+        query_start = self.batch.header.query_start[: len(lens) + 1]
+        self.batch.fill(query_start, inputs, max(lens))
+        seq_lens = self.batch.header.seq_lens[: len(lens)]
+        metadata = AttentionMetadata(
+            inputs.block_table, seq_lens, query_start, inputs.slots, max(lens), max(lens)
+        )
+        hidden = self._forward(inputs, metadata)
+        rows = torch.arange(count, device=device) % total
+        logits = self.model.logits(hidden[rows])[:, : self.vocab_size]
+        logits.float().softmax(dim=-1, dtype=torch.float64)
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+
     def execute(self, plan: StepPlan) -> StepResult:
         return self.submit(plan).result()
 

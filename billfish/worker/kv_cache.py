@@ -4,11 +4,14 @@ import torch
 from torch import Tensor
 
 from billfish.config import CacheConfig, ModelConfig
-from billfish.engine.plan import BlockPairs, StepPlan
+from billfish.engine.plan import NULL_BLOCK, BlockPairs, StepPlan
 from billfish.errors import CapacityError, ConfigError
 from billfish.kernels import paged_attention
 from billfish.worker.host_copies import to_device
 from billfish.worker.memory import available_memory, zeros_on_demand
+
+DEFAULT_BYTES = 1 << 30
+"""Of the KV cache on a CPU, where nothing else is said."""
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -25,10 +28,11 @@ def plan_num_blocks(config: ModelConfig, cache: CacheConfig, dtype: torch.dtype)
     if cache.num_blocks is not None:
         return cache.num_blocks
     each = block_bytes(config, cache.block_size, dtype)
-    count = min(cache.memory_bytes // each - 1, 2**31 - 2)  # the null block takes one
+    memory = DEFAULT_BYTES if cache.memory_bytes is None else cache.memory_bytes
+    count = min(memory // each - 1, 2**31 - 2)  # the null block takes one
     if count < 1:
         raise CapacityError(
-            f"a KV cache of {cache.memory_bytes} bytes holds no block of {cache.block_size} "
+            f"a KV cache of {memory} bytes holds no block of {cache.block_size} "
             f"tokens ({each} bytes each, and one is the null block): give at least {2 * each} bytes"
         )
     return count
@@ -56,11 +60,39 @@ def allocate(
             f"a KV cache of {num_blocks} blocks takes {asked} bytes and {there} are available: at "
             f"most {max(0, there // each - 1)} blocks would fit, less what the model takes"
         )
-    shape = (
+    return zeros_on_demand(_shape(config, cache, num_blocks), dtype)
+
+
+def allocate_on_gpu(
+    config: ModelConfig, cache: CacheConfig, num_blocks: int, dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:  # fmt: skip
+    """As `allocate`, on a GPU whose memory is planned. Only the null block is cleared."""
+    memory = torch.empty(_shape(config, cache, num_blocks), dtype=dtype, device=device)
+    memory[:, :, NULL_BLOCK] = 0
+    return memory
+
+
+def allocate_pinned(
+    config: ModelConfig, cache: CacheConfig, num_blocks: int, dtype: torch.dtype
+) -> Tensor:
+    """Host memory for swapped blocks that a GPU reads and writes by itself.
+
+    Raises CapacityError where the machine has less to give: it is taken at once.
+    """
+    asked = (1 + num_blocks) * block_bytes(config, cache.block_size, dtype)
+    if asked > (there := available_memory()):
+        raise CapacityError(
+            f"{num_blocks} swap_blocks take {asked} bytes of host memory and {there} are available"
+        )
+    return torch.empty(_shape(config, cache, num_blocks), dtype=dtype, pin_memory=True)
+
+
+def _shape(config: ModelConfig, cache: CacheConfig, num_blocks: int) -> tuple[int, ...]:
+    return (
         config.num_layers, 2, 1 + num_blocks, cache.block_size, config.num_kv_heads,
         config.head_dim,
     )  # fmt: skip
-    return zeros_on_demand(shape, dtype)
 
 
 def move_blocks(plan: StepPlan, cache: Tensor, host_cache: Tensor | None) -> None:

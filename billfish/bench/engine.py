@@ -1,0 +1,203 @@
+"""Times the engine on a GPU with random weights: decode, prefill, many requests at once, start.
+
+    billfish bench engine --out FILE --model llama-3-8b --weights int4 --measure decode,prefill
+
+    tpot_ms       time per output token of `batch` requests that decode together
+    prefill_ms    from the arrival of `batch` prompts to the first token of the last
+    output_tok_s  output tokens of all requests / time from their arrival to the last token
+    start_s       from the start of a process to the first token it can serve
+
+Requests generate greedily, and as many tokens as they are asked for. The engine overlaps steps with
+planning, as it does when it serves; --plain does not.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from billfish.config import CacheConfig, SchedulerConfig
+from billfish.engine import Engine
+from billfish.models import random_weights
+from billfish.sampling_params import SamplingParams
+from billfish.worker import device
+from billfish.worker.start import Setting, Started, start
+
+DECODE = ((1, 512), (8, 512), (32, 512), (64, 512), (128, 512), (256, 512), (32, 8192))
+PREFILL = ((1, 8192), (16, 2048), (1, 512))
+"""(batch, prompt tokens) of each measurement; 128 tokens are generated."""
+
+
+@dataclass
+class Served:
+    """An engine over a model with random weights."""
+
+    started: Started
+    engine: Engine
+    vocab_size: int
+    count: int = 0
+
+    def add(self, prompt: int, output: int, **options: Any) -> None:
+        rng = random.Random(self.count)
+        tokens = [rng.randrange(1, self.vocab_size) for _ in range(prompt)]
+        options = {"temperature": 0.0, **options}
+        params = SamplingParams(max_tokens=output, ignore_eos=True, **options)
+        self.engine.add_request(str(self.count), tokens, params)
+        self.count += 1
+
+
+def serve(options: argparse.Namespace, **scheduler: Any) -> Served:
+    config = random_weights.shape(options.model)
+    dtype = getattr(torch, options.dtype)
+    where = device.choose(options.device, dtype)
+    settings = SchedulerConfig(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=min(options.max_model_len, config.context_length),
+        **scheduler,
+    )
+    int4 = options.weights == "int4"
+    cache = CacheConfig(num_blocks=options.num_blocks, prefix_caching=False)
+    setting = Setting(
+        config=config, dtype=dtype, device=where, cache=cache, scheduler=settings,
+        vocab_size=config.vocab_size, int4=int4, decode_graphs=not options.eager,
+    )  # fmt: skip
+    started = start(
+        setting,
+        lambda most: random_weights.load_model(
+            config, dtype=dtype, device=where, max_len=most, int4=int4
+        ),
+    )
+    engine = Engine(
+        started.executor, num_blocks=started.num_blocks, block_size=cache.block_size,
+        vocab_size=config.vocab_size, max_model_len=started.max_model_len, eos_token_ids=(),
+        token_bytes=lambda token: b" token", scheduler=settings, prefix_caching=False,
+        overlap=where.type == "cuda" and not options.plain, seed=0,
+    )  # fmt: skip
+    return Served(started, engine, config.vocab_size)
+
+
+def decode(served: Served, batch: int, prompt: int, output: int = 128) -> float:
+    """Milliseconds a token, while all requests of the batch decode."""
+    for _ in range(batch):
+        served.add(prompt, output)
+    times = []
+    while served.engine.has_unfinished:
+        outputs = served.engine.step()
+        if len(outputs) == batch:
+            times.append(time.perf_counter())
+    # The first of them may end a step that computed prompts.
+    return (times[-1] - times[1]) / (len(times) - 2) * 1e3
+
+
+def prefill(served: Served, batch: int, prompt: int) -> float:
+    """Milliseconds from arrival to the last of the first tokens."""
+    begin = time.perf_counter()
+    for _ in range(batch):
+        served.add(prompt, 1)
+    while served.engine.has_unfinished:
+        if served.engine.step():
+            last = time.perf_counter()
+    return (last - begin) * 1e3
+
+
+def throughput(served: Served, lengths: list[tuple[int, int]]) -> float:
+    """Output tokens a second of requests that all come at once."""
+    for prompt, output in lengths:
+        served.add(prompt, output)
+    begin = last = time.perf_counter()
+    while served.engine.has_unfinished:
+        if served.engine.step():
+            last = time.perf_counter()
+    return sum(output for _, output in lengths) / (last - begin)
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    served = serve(options)
+    rows: list[dict[str, Any]] = []
+
+    def row(measure: str, batch: int, prompt: int, output: int, values: list[float]) -> None:
+        value, spread = statistics.median(values), max(values) - min(values)
+        rows.append({
+            "model": options.model, "weights": options.weights, "kv_dtype": options.dtype,
+            "impl": "billfish", "measure": measure, "batch": batch, "prompt": prompt,
+            "output": output, "value": round(value, 3), "spread": round(spread, 3),
+        })  # fmt: skip
+        print(f"{measure:14} batch {batch:4} prompt {prompt:5} {value:12.3f}  "
+              f"spread {spread:.3f}", flush=True)  # fmt: skip
+
+    if served.started.plan is not None:
+        print(served.started.plan, flush=True)
+    prefill(served, 1, 64)
+    measures = options.measure.split(",")
+    if "decode" in measures:
+        for batch, prompt in DECODE:
+            if batch <= options.max_num_seqs and str(batch) in options.batches.split(","):
+                rounds = 1 if prompt > 512 else options.rounds
+                values = [decode(served, batch, prompt) for _ in range(rounds)]
+                row("tpot_ms", batch, prompt, 128, values)
+    if "prefill" in measures:
+        for batch, prompt in PREFILL:
+            prefill(served, batch, prompt)
+            values = [prefill(served, batch, prompt) for _ in range(options.rounds)]
+            row("prefill_ms", batch, prompt, 1, values)
+    if "throughput" in measures:
+        lengths = [tuple(pair) for pair in json.loads(Path(options.lengths).read_text())]
+        prompts, outputs = (sum(pair[i] for pair in lengths) for i in (0, 1))
+        value = throughput(served, lengths)
+        row("output_tok_s", len(lengths), prompts, outputs, [value])
+        print(served.engine.stats())
+    return rows
+
+
+def start_seconds(arguments: list[str]) -> float:
+    """From the start of a process to its first token."""
+    begin = time.perf_counter()
+    command = [sys.executable, "-m", "billfish.bench.engine", "--measure", "none", *arguments]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - begin
+
+
+def parser() -> argparse.ArgumentParser:
+    cli = argparse.ArgumentParser(
+        prog="billfish bench engine", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    cli.add_argument("--out", help="JSON file to write")
+    cli.add_argument("--model", default="llama-3-8b", help=", ".join(random_weights.SHAPES))
+    cli.add_argument("--weights", default="int4", choices=("int4", "dense"))
+    cli.add_argument("--dtype", default="bfloat16")
+    cli.add_argument("--device", default="auto")
+    cli.add_argument("--measure", default="decode,prefill,throughput")
+    cli.add_argument("--batches", default="1,8,32,64,128,256")
+    cli.add_argument("--lengths", help="JSON list of [prompt, output] of each request")
+    cli.add_argument("--rounds", type=int, default=3)
+    cli.add_argument("--max-num-seqs", type=int, default=256)
+    cli.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    cli.add_argument("--max-model-len", type=int, default=16384)
+    cli.add_argument("--num-blocks", type=int)
+    cli.add_argument("--eager", action="store_true", help="without graphs")
+    cli.add_argument("--plain", action="store_true", help="without overlap")
+    return cli
+
+
+def main(arguments: list[str]) -> None:
+    from billfish.bench import record
+
+    options = parser().parse_args(arguments)
+    head = record.environment("billfish bench engine " + " ".join(arguments))
+    rows = run(options)
+    if options.out:
+        record.write(options.out, head, rows)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,175 @@
+"""What the memory of a GPU will hold: said before anything is loaded, measured afterwards."""
+
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+from billfish.config import CacheConfig, ModelConfig, SchedulerConfig
+from billfish.errors import CapacityError
+from billfish.models.decoder import tensor_shapes
+from billfish.worker.decode_graphs import ladder
+from billfish.worker.kv_cache import block_bytes
+
+INT4_BYTES = 4.25 / 8
+"""A weight in groups of 128 with a 16-bit scale each."""
+_GRAPH_BYTES = 24 << 20
+"""What the driver takes for a captured graph of some hundred launches, generously."""
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes, on one GPU.
+
+    total: of the GPU. available: not in use by anybody. share: of the total that may be used.
+    weights, activations, graphs: estimated, or measured where `measured` says so. block_bytes: of
+    one KV block; num_blocks: how many fit, or were asked for. block_size, max_model_len,
+    max_num_seqs: for the reader.
+    """
+
+    device: str
+    total: int
+    available: int
+    share: float
+    weights: int
+    activations: int
+    graphs: int
+    block_bytes: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    measured: bool = False
+
+    @property
+    def budget(self) -> int:
+        """Bytes that may be used in all, by the weights too."""
+        return min(int(self.total * self.share), self.available)
+
+    @property
+    def room(self) -> int:
+        """Blocks that fit beside the rest; one more is the null block."""
+        left = self.budget - self.weights - self.activations - self.graphs
+        return max(0, left // self.block_bytes - 1)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV the cache holds."""
+        return self.num_blocks * self.block_size
+
+    def with_blocks(self, asked: int | None) -> "MemoryPlan":
+        """The plan with as many blocks as fit, or as were asked for.
+
+        CapacityError, with numbers and settings that would fit, where that is not to be had.
+        """
+        count = min(self.room, 2**31 - 2) if asked is None else asked
+        least = 1 if asked is None else asked
+        if self.room < least:
+            raise CapacityError(self._too_small(least))
+        return replace(self, num_blocks=count)
+
+    def _too_small(self, wanted: int) -> str:
+        wanted_bytes = (wanted + 1) * self.block_bytes
+        needs = self.weights + self.activations + self.graphs + wanted_bytes
+        text = (
+            f"{self.device} has {_gib(self.available)} available of {_gib(self.total)}, "
+            f"{_gib(self.budget)} may be used, and this takes {_gib(needs)}: weights "
+            f"{_gib(self.weights)}, activations {_gib(self.activations)}, graphs "
+            f"{_gib(self.graphs)}, {wanted} KV blocks {_gib(wanted_bytes)}. "
+        )
+        spare = self.budget - self.weights - wanted_bytes
+        if self.room >= 1:
+            return text + f"num_blocks of at most {self.room} would fit"
+        smaller = int(self.max_num_batched_tokens * max(spare, 0) / (needs - self.weights) * 0.8)
+        if spare > 0 and smaller >= 16:
+            return text + (
+                f"max_num_batched_tokens={smaller} and max_num_seqs="
+                f"{max(1, self.max_num_seqs * smaller // self.max_num_batched_tokens)} would fit"
+            )
+        share = (needs * 1.02) / self.total
+        if share <= 0.98 and needs < self.available:
+            return text + f"gpu_memory={share:.2f} would fit"
+        return text + "a smaller model, or one with INT4 weights, is needed on this GPU"
+
+    def __str__(self) -> str:
+        kind = "measured" if self.measured else "estimated"
+        lengths = [n for n in (1024, 8192, 32768, 131072) if n < self.max_model_len]
+        fits = ", ".join(
+            f"{min(self.num_tokens // n, self.max_num_seqs)} x {n}"
+            for n in [*lengths, self.max_model_len]
+            if self.num_tokens >= n
+        )
+        return (
+            f"memory of {self.device}, {_gib(self.total)} ({_gib(self.budget)} to be used):\n"
+            f"  weights      {_gib(self.weights):>10}  {kind}\n"
+            f"  activations  {_gib(self.activations):>10}  {kind}, {self.max_num_batched_tokens} "
+            f"tokens a step\n"
+            f"  graphs       {_gib(self.graphs):>10}  {kind}\n"
+            f"  KV cache     {_gib((1 + self.num_blocks) * self.block_bytes):>10}  "
+            f"{self.num_blocks} blocks of {self.block_size} tokens: {self.num_tokens} tokens\n"
+            f"  requests x tokens that fit at once: {fits or 'none of full length'}"
+        )
+
+
+def estimate(
+    config: ModelConfig,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    int4: bool,
+    max_model_len: int,
+) -> MemoryPlan:
+    """The plan of a GPU before anything is on it, and before blocks are chosen."""
+    available, total = torch.cuda.mem_get_info(device)
+    return MemoryPlan(
+        device=f"{torch.cuda.get_device_name(device)} ({device})",
+        total=total,
+        available=available,
+        share=cache.gpu_memory,
+        weights=estimate_weights(config, dtype, int4=int4),
+        activations=estimate_activations(config, scheduler, dtype),
+        graphs=estimate_graphs(config, scheduler.max_num_seqs),
+        block_bytes=block_bytes(config, cache.block_size, dtype),
+        block_size=cache.block_size,
+        num_blocks=0,
+        max_model_len=max_model_len,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+    )
+
+
+def estimate_weights(config: ModelConfig, dtype: torch.dtype, *, int4: bool) -> int:
+    """Bytes of all weights; with int4, of linear layers but for the head in INT4."""
+    size = 0.0
+    for name, shape in tensor_shapes(config).items():
+        packed = int4 and "proj" in name and len(shape) == 2
+        size += prod(shape) * (INT4_BYTES if packed else dtype.itemsize)
+    return int(size)
+
+
+def estimate_activations(
+    config: ModelConfig, scheduler: SchedulerConfig, dtype: torch.dtype
+) -> int:
+    """Bytes of the largest step besides weights and KV: of its widest layer, and of sampling."""
+    tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    widest = max(3 * config.intermediate_size, heads) + 4 * config.hidden_size
+    # Logits, in 16 and in 32 bits, and float64 probabilities.
+    sampling = rows * config.vocab_size * (dtype.itemsize + 4 + 8)
+    return tokens * widest * dtype.itemsize + sampling
+
+
+def estimate_graphs(config: ModelConfig, max_num_seqs: int) -> int:
+    """Bytes of all decode graphs: the logits of each, activations of the largest, the driver's."""
+    sizes = ladder(max_num_seqs)
+    width = 3 * config.intermediate_size + 8 * config.hidden_size
+    logits = sum(sizes) * config.vocab_size * 4
+    return logits + max_num_seqs * width * 2 + len(sizes) * _GRAPH_BYTES
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

@@ -1,0 +1,133 @@
+"""Brings a model up on a device: memory planned, weights loaded, KV cache, executor."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from billfish.config import CacheConfig, ModelConfig, SchedulerConfig
+from billfish.errors import ConfigError
+from billfish.models.decoder import CausalLM
+from billfish.worker import kv_cache, memory_plan
+from billfish.worker.device_runner import DeviceRunner
+from billfish.worker.memory_plan import MemoryPlan
+from billfish.worker.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+Load = Callable[[int], CausalLM]
+"""max_model_len -> the model, on its device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a model is to be served. int4: most of its weights are, which the plan counts on."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    vocab_size: int
+    int4: bool = True
+    decode_graphs: bool = True
+    batch_invariant: bool = False
+
+
+@dataclass(frozen=True)
+class Started:
+    """plan: of the GPU's memory, measured; None on a CPU."""
+
+    executor: ModelRunner | DeviceRunner
+    num_blocks: int
+    max_model_len: int
+    plan: MemoryPlan | None = None
+
+
+def start(setting: Setting, load: Load) -> Started:
+    """Raises CapacityError, before anything is loaded where it can be told by then, for memory that
+    does not suffice; ConfigError for a max_model_len that the model does not have."""
+    if setting.device.type == "cpu":
+        return _start_on_cpu(setting, load)
+    return _start_on_gpu(setting, load)
+
+
+def longest(setting: Setting, num_blocks: int) -> int:
+    """Longest sequence in tokens: as asked, or as long as the model and the cache allow."""
+    asked, most = setting.scheduler.max_model_len, setting.config.context_length
+    if asked is not None and asked > most:
+        raise ConfigError(
+            f"max_model_len {asked} is more than the model's context of {most} tokens"
+        )
+    # The last token of a sequence needs no place in the cache: nothing comes after it.
+    return min(asked or most, num_blocks * setting.cache.block_size + 1)
+
+
+def _start_on_cpu(setting: Setting, load: Load) -> Started:
+    config, cache, dtype = setting.config, setting.cache, setting.dtype
+    num_blocks = kv_cache.plan_num_blocks(config, cache, dtype)
+    max_model_len = longest(setting, num_blocks)
+    memory = kv_cache.allocate(config, cache, num_blocks, dtype)
+    host = None
+    if cache.swap_blocks:
+        host = kv_cache.allocate(config, cache, cache.swap_blocks, dtype, reserved=memory.nbytes)
+    runner = ModelRunner(
+        load(max_model_len),
+        memory,
+        vocab_size=setting.vocab_size,
+        max_num_seqs=setting.scheduler.max_num_seqs,
+        max_model_len=max_model_len,
+        host_cache=host,
+    )
+    return Started(runner, num_blocks, max_model_len)
+
+
+def _start_on_gpu(setting: Setting, load: Load) -> Started:
+    config, cache, device = setting.config, setting.cache, setting.device
+    torch.cuda.set_device(device)
+    max_model_len = longest(setting, 2**31 // cache.block_size)
+    plan = memory_plan.estimate(
+        config, cache, setting.scheduler, dtype=setting.dtype, device=device, int4=setting.int4,
+        max_model_len=max_model_len,
+    )  # fmt: skip
+    plan = _fitted(plan, cache)
+    logger.info("%s", plan)
+    before = torch.cuda.memory_allocated(device)
+    model = load(max_model_len)
+    weights = torch.cuda.memory_allocated(device) - before
+    runner = DeviceRunner(
+        model,
+        kv_cache.allocate_on_gpu(config, cache, 0, setting.dtype, device),
+        vocab_size=setting.vocab_size,
+        max_num_seqs=setting.scheduler.max_num_seqs,
+        max_model_len=max_model_len,
+        decode_graphs=setting.decode_graphs,
+        batch_invariant=setting.batch_invariant,
+    )
+    tables = torch.cuda.memory_allocated(device) - before - weights
+    peak = runner.measure_peak(setting.scheduler.max_num_batched_tokens)
+    graphs = plan.graphs if setting.decode_graphs else 0
+    plan = replace(plan, weights=weights, activations=tables + peak, graphs=graphs)
+    plan = replace(_fitted(plan, cache), measured=True)
+    torch.cuda.empty_cache()  # what the largest step took in pieces is needed in one
+    runner.kv_cache = kv_cache.allocate_on_gpu(
+        config, cache, plan.num_blocks, setting.dtype, device
+    )
+    if cache.swap_blocks:
+        runner.host_cache = kv_cache.allocate_pinned(
+            config, cache, cache.swap_blocks, setting.dtype
+        )
+    free = torch.cuda.mem_get_info(device)[0]
+    runner.capture()
+    plan = replace(plan, graphs=max(0, free - torch.cuda.mem_get_info(device)[0]))
+    logger.info("%s", plan)
+    # A sequence is no longer than the cache, as on a CPU.
+    return Started(runner, plan.num_blocks, longest(setting, plan.num_blocks), plan)
+
+
+def _fitted(plan: MemoryPlan, cache: CacheConfig) -> MemoryPlan:
+    """The plan with its number of blocks: as asked, by number or by bytes, or all that fit."""
+    if cache.num_blocks is not None or cache.memory_bytes is None:
+        return plan.with_blocks(cache.num_blocks)
+    return plan.with_blocks(max(1, cache.memory_bytes // plan.block_bytes - 1))

@@ -46,11 +46,11 @@ def _inputs_kernel(
     if chunk == 0:
         used = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
         for start in range(0, used, BLOCKS):
-            index = start + tl.arange(0, BLOCKS)
-            mask = index < used
-            blocks = tl.load(table + index, mask=mask, other=0)
-            blocks = tl.where(enters & (index == last_index), new_block, blocks)
-            tl.store(step_table + request.to(tl.int64) * max_blocks + index, blocks, mask=mask)
+            entry = start + tl.arange(0, BLOCKS)
+            there = entry < used
+            blocks = tl.load(table + entry, mask=there, other=0)
+            blocks = tl.where(enters & (entry == last_index), new_block, blocks)
+            tl.store(step_table + request.to(tl.int64) * max_blocks + entry, blocks, mask=there)
         if enters:
             tl.store(table + last_index, new_block)
 

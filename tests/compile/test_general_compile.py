@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 import triton
 
 from billfish.kernels.general import gpu, sample_gpu
+from billfish.worker import step_inputs, step_inputs_gpu
 from tests.compile.offline import MachineCode, fake_device, machine_code
 
 if triton.knobs.runtime.interpret:
@@ -72,4 +73,18 @@ def test_sample(monkeypatch, capability, dtype):
         sample_gpu.sample(logits, index, index, numbers, integers, table, index, greedy=False)
 
     code = compiled(monkeypatch, sample_gpu, "_sample_kernel", launch, capability)
+    assert code.spill_bytes == 0
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_step_inputs(monkeypatch, capability):
+    device = torch.device("cpu")
+    header = step_inputs.Header(2, device)
+    out = step_inputs.allocate(2, 2, 16, device)
+    table = torch.zeros(2, 256, dtype=torch.int32)
+
+    def launch() -> None:
+        step_inputs_gpu.make(header, header.query_start, table, table, 16, out, 1)
+
+    code = compiled(monkeypatch, step_inputs_gpu, "_inputs_kernel", launch, capability)
     assert code.spill_bytes == 0

@@ -35,7 +35,7 @@ BLOCK_BYTES = 2 * 3 * 2 * 16 * 2 * 16
         (CacheConfig, "block_size", 16.0), (CacheConfig, "num_blocks", 0),
         (CacheConfig, "num_blocks", "3"), (CacheConfig, "num_blocks", True),
         (CacheConfig, "num_blocks", 2**31), (CacheConfig, "memory_bytes", 0),
-        (CacheConfig, "memory_bytes", math.inf), (CacheConfig, "memory_bytes", None),
+        (CacheConfig, "memory_bytes", math.inf), (CacheConfig, "gpu_memory", 1.1),
         (CacheConfig, "prefix_caching", 1), (CacheConfig, "swap_blocks", -1),
         (CacheConfig, "swap_blocks", 2.0), (CacheConfig, "swap_blocks", 2**31),
         (SchedulerConfig, "max_num_seqs", 0), (SchedulerConfig, "max_num_seqs", 10**9),

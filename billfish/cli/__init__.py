@@ -6,7 +6,7 @@ import sys
 import typer
 from rich.console import Console
 
-from billfish.cli import bench, chat, demo, env, generate
+from billfish.cli import bench, chat, demo, env, generate, serve, settings
 from billfish.errors import BillfishError
 
 app = typer.Typer(
@@ -15,9 +15,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("demo")(demo.command)
-app.command("generate")(generate.command)
-app.command("chat")(chat.command)
+app.callback()(settings.from_file)
+app.command("serve", context_settings=settings.CONTEXT)(serve.command)
+app.command("chat", context_settings=settings.CONTEXT)(chat.command)
+app.command("generate", context_settings=settings.CONTEXT)(generate.command)
+app.command("demo", context_settings=settings.CONTEXT)(demo.command)
 app.command("env")(env.command)
 app.add_typer(bench.app, name="bench")
 

@@ -25,11 +25,12 @@ _QUIET = frozenset({b"/health", b"/metrics"})
 class RequestInfo:
     """What is known of a request; handlers fill in what they learn.
 
-    status: None until a response begins. outcome: how its text ended.
+    status: None until a response begins. complete: all of it is sent. outcome: how its text ended.
     """
 
     request_id: str
     status: int | None = None
+    complete: bool = False
     user: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -61,6 +62,8 @@ class AccessLog:
                 headers = message.setdefault("headers", [])
                 headers.append((b"x-request-id", info.request_id.encode()))
                 headers.append((b"x-content-type-options", b"nosniff"))
+            else:
+                info.complete = not message.get("more_body", False)
             await send(message)
 
         try:
@@ -71,7 +74,7 @@ class AccessLog:
                 logger.error("request %s failed", info.request_id, exc_info=error)
             if info.status is None:
                 await from_error(error).response()(scope, receive, sending)
-            elif not isinstance(error, ApiError):
+            elif not info.complete:
                 raise  # the server closes the connection, so that the client sees it end early
         finally:
             self._metrics.count_response(scope, info.status)

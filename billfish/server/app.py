@@ -152,6 +152,7 @@ def _add_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(HTTPException, known)
     app.add_exception_handler(BillfishError, known)
+    app.add_exception_handler(Exception, known)
 
     @app.exception_handler(ClientGone)
     async def gone(_request: Request, _error: ClientGone) -> Response:

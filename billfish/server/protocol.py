@@ -76,6 +76,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_deadline()
+        if b"#" in self.url:  # uvicorn would drop what follows
+            self._refuse(400, "the request target must be a path")
+            raise _Refused
         super().on_headers_complete()
 
     def _count(self, size: int) -> None:

@@ -32,11 +32,11 @@ def billfish(path: str, batch: int, prompt: int, output: int) -> tuple[float, fl
     scheduler = SchedulerConfig(max_num_batched_tokens=max(512, batch * prompt))
     llm = LLM(path, cache=CacheConfig(memory_bytes=2 << 30), scheduler=scheduler)
     params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
-    list(llm.stream(_prompts(batch, 16, seed=1), SamplingParams(max_tokens=4, temperature=0)))
+    list(llm.stream(prompts(batch, 16, seed=1), SamplingParams(max_tokens=4, temperature=0)))
     start = time.perf_counter()
     first = last = start
     begun: set[int] = set()
-    for index, _ in llm.stream(_prompts(batch, prompt), params):
+    for index, _ in llm.stream(prompts(batch, prompt), params):
         last = time.perf_counter()
         if index not in begun:
             begun.add(index)
@@ -65,8 +65,8 @@ def transformers(dtype: str) -> Measure:
             )  # fmt: skip
             return time.perf_counter() - start
 
-        generate(4, _prompts(batch, 16, seed=1))
-        return generate(1, _prompts(batch, prompt)), generate(output, _prompts(batch, prompt))
+        generate(4, prompts(batch, 16, seed=1))
+        return generate(1, prompts(batch, prompt)), generate(output, prompts(batch, prompt))
 
     return measure
 
@@ -118,8 +118,8 @@ def llama_cpp(path: str, batch: int, prompt: int, output: int) -> tuple[float, f
             last = decode([(t, length + step, s, True) for s, t in enumerate(last)])
         return first, time.perf_counter() - start
 
-    generate(_prompts(batch, 16, seed=1), 4)
-    return generate(_prompts(batch, prompt), output)
+    generate(prompts(batch, 16, seed=1), 4)
+    return generate(prompts(batch, prompt), output)
 
 
 IMPLEMENTATIONS: dict[str, Measure] = {
@@ -130,7 +130,7 @@ IMPLEMENTATIONS: dict[str, Measure] = {
 }
 
 
-def _prompts(batch: int, length: int, seed: int = 0) -> list[list[int]]:
+def prompts(batch: int, length: int, seed: int = 0) -> list[list[int]]:
     import random
 
     draw = random.Random(seed)

@@ -83,7 +83,8 @@ def test_another_table_and_other_slots_are_not_those_prepared():
         for step, options in ((metadata, other), (moved, angles)):
             caches = [cache.clone() for cache in tensors[3:]]
             expected = two_operations(*tensors, step, **options)
-            assert torch.equal(pa.write_and_attend(*tensors[:3], *caches, step, **options), expected)
+            out = pa.write_and_attend(*tensors[:3], *caches, step, **options)
+            assert torch.equal(out, expected)
             assert torch.equal(caches[0], tensors[3])
 
 

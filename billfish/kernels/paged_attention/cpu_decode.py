@@ -1,9 +1,8 @@
 """One layer's attention on a CPU, in a step in which every request has one new token.
 
 A small model's step is made of hundreds of operations whose fixed cost is most of their time. So
-what all layers of a step have in common is worked out once (`DecodeStep`): arguments checked, angles
-looked up, slots to gather found. Results are those of `cpu.rotate_and_write` and `cpu.attend`, to
-the last bit.
+what all layers of a step have in common is worked out once (`DecodeStep`): slots to gather, angles
+looked up. Results are those of `cpu.rotate_and_write` and `cpu.attend`, to the last bit.
 """
 
 from dataclasses import dataclass, field

@@ -1,6 +1,6 @@
 """Where the time of a step goes on a CPU: the parts of decoding, by wrapping what a step calls.
 
-    billfish bench throughput --out FILE --parts        rows with the measure step_ms
+billfish bench throughput --out FILE --parts        rows with the measure step_ms
 """
 
 import time

@@ -11,7 +11,7 @@ from itertools import chain
 
 from billfish.config import SchedulerConfig
 from billfish.engine.block_pool import BlockPool
-from billfish.engine.plan import BlockPairs
+from billfish.engine.plan import BlockPairs, StepPlan
 from billfish.engine.prefix_cache import CachedBlock, PrefixCache
 from billfish.engine.request import Request
 
@@ -48,10 +48,15 @@ class BlockManager:
         moves = tuple(self._swap_out), tuple(self._copies), tuple(self._swap_in)
         for pairs in (self._swap_out, self._copies, self._swap_in):
             pairs.clear()
-        self.num_swapped_out += len(moves[0])
-        self.num_copies += len(moves[1])
-        self.num_swapped_in += len(moves[2])
         return moves
+
+    def count(self, plan: StepPlan, queries: int, hits: int) -> None:
+        """Add what a plan that has succeeded moved and found to the totals."""
+        self.num_swapped_out += len(plan.swap_out)
+        self.num_copies += len(plan.copies)
+        self.num_swapped_in += len(plan.swap_in)
+        if self.prefix_cache:
+            self.prefix_cache.count(queries, hits)
 
     def find(self, request: Request) -> list[CachedBlock]:
         """The beginning of a waiting request that the prefix cache holds, in blocks.
@@ -86,8 +91,6 @@ class BlockManager:
             self.forget_swapped(request)
         computed = max(request.num_computed_tokens, request.num_found_tokens)
         request.num_computed_tokens = min(computed, request.num_tokens - 1)
-        if self.prefix_cache:
-            self.prefix_cache.count(request.num_tokens, request.num_found_tokens)
 
     def fork(self, source: Request, request: Request) -> None:
         """Let another sample begin on the blocks of its source, whose prompt is complete."""
@@ -190,9 +193,15 @@ class BlockManager:
         }
         return self.pool.in_use * size - sum(empty.values())
 
-    def check(self, running: Iterable[Request], waiting: Iterable[Request]) -> None:
-        """InvariantError unless both pools agree with what all live requests hold."""
+    def check(self, running: Iterable[Request], waiting: Iterable[Request], *, every: bool) -> None:
+        """InvariantError unless both pools agree with what all live requests hold.
+
+        every: compare block by block, not only their numbers.
+        """
         requests = list(chain(running, waiting))
-        self.pool.check(request.block_table for request in requests)
-        if self.host:
-            self.host.check(request.host_blocks for request in requests)
+        for pool, tables in (
+            (self.pool, [request.block_table for request in requests]),
+            (self.host, [request.host_blocks for request in requests]),
+        ):
+            if pool is not None:
+                pool.check(tables) if every else pool.check_numbers(tables)

@@ -40,6 +40,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._kept: set[int] = set()
         self.ref_counts = [0] * (num_blocks + 1)
+        self._references = 0  # the sum of the counts
+        self._referenced = 0  # how many are not 0
 
     @property
     def num_free(self) -> int:
@@ -79,6 +81,8 @@ class BlockPool:
             block_ids.append(block_id)
         for block_id in block_ids:
             self.ref_counts[block_id] = 1
+        self._references += count
+        self._referenced += count
         return block_ids
 
     def share(self, block_ids: Sequence[int]) -> None:
@@ -93,7 +97,9 @@ class BlockPool:
         for block_id in block_ids:
             if not self.ref_counts[block_id]:
                 del self._cached[block_id]
+                self._referenced += 1
             self.ref_counts[block_id] += 1
+        self._references += len(block_ids)
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Give up one reference to each block; those without any are free or cached, in this order.
@@ -111,6 +117,8 @@ class BlockPool:
             self.ref_counts[block_id] -= 1
             if not self.ref_counts[block_id]:
                 released.append(block_id)
+        self._references -= len(block_ids)
+        self._referenced -= len(released)
         for block_id in released:
             if block_id in self._kept:
                 self._cached[block_id] = None
@@ -150,6 +158,20 @@ class BlockPool:
                 f"block {block_id} is not of this pool, which has blocks 1..{self.num_blocks}"
             )
 
+    def check_numbers(self, block_tables: Iterable[Sequence[int]]) -> None:
+        """The part of `check` that costs nothing: InvariantError unless free + cached + in use ==
+        total and there are as many references as places in the block tables."""
+        free, cached, in_use = len(self._free), len(self._cached), self._referenced
+        if free + cached + in_use != self.num_blocks:
+            raise InvariantError(
+                f"{free} free + {cached} cached + {in_use} in use != {self.num_blocks} blocks"
+            )
+        held = sum(map(len, block_tables))
+        if held != self._references:
+            raise InvariantError(
+                f"block tables hold {held} blocks, and {self._references} references are counted"
+            )
+
     def check(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Compare the books with the block tables of all live requests. O(num_blocks).
 
@@ -157,6 +179,7 @@ class BlockPool:
         reference count is the number of tables that hold the block, and the null block is
         untouched.
         """
+        block_tables = list(block_tables)
         references = [0] * (self.num_blocks + 1)
         for table in block_tables:
             for block_id in table:
@@ -181,9 +204,6 @@ class BlockPool:
             raise InvariantError("a block is in two of free, cached and in use")
         if not cached <= self._kept or free & self._kept:
             raise InvariantError("a free block is kept, or a cached one is not")
-        in_use = self.num_blocks - references[1:].count(0)
-        if len(free) + len(cached) + in_use != self.num_blocks:
-            raise InvariantError(
-                f"{len(free)} free + {len(cached)} cached + {in_use} in use != "
-                f"{self.num_blocks} blocks"
-            )
+        if self.num_blocks - references[1:].count(0) != self._referenced:
+            raise InvariantError(f"{self._referenced} blocks in use are counted, and others are")
+        self.check_numbers(block_tables)

@@ -1,6 +1,5 @@
 """The step loop: schedule, execute, postprocess."""
 
-import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
@@ -11,6 +10,7 @@ from billfish.config import SchedulerConfig
 from billfish.engine.block_manager import BlockManager
 from billfish.engine.block_pool import MAX_MAPPED, BlockPool
 from billfish.engine.detokenizer import Detokenizer
+from billfish.engine.drawn_seeds import DrawnSeeds
 from billfish.engine.logprobs import TokenLogprobs
 from billfish.engine.outputs import (
     BlockMap,
@@ -41,6 +41,9 @@ from billfish.errors import (
     shown,
 )
 from billfish.sampling_params import SamplingParams
+
+CHECKED_BLOCKS_A_STEP = 1000
+"""How much of the pool a step earns for the next check of all its blocks, at idle."""
 
 RECENT_STEPS = 256
 
@@ -120,13 +123,14 @@ class Engine:
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._token_bytes = token_bytes
-        self._random = random.Random(seed)
+        self._seeds = DrawnSeeds(seed)
         self._clock = clock
         self._requests: dict[str, list[Request]] = {}  # the samples that go on
         self._undelivered: list[RequestOutput] = []
         self._submit = executor.submit if overlap else None  # type: ignore[attr-defined]
         self._in_flight: deque[_InFlight] = deque()
         self._steps = 0
+        self._checked_at = 0
         self._blocks_peak = 0
         self._output_tokens = 0
         self._slot_steps_allocated = 0
@@ -197,7 +201,7 @@ class Engine:
             Detokenizer(self._token_bytes, prompt, params.stop, params.include_stop_str_in_output)
             for _ in range(params.n)
         ]
-        seed = self._random.getrandbits(64) if params.seed is None else params.seed
+        seed = self._seeds.take(request_id) if params.seed is None else params.seed
         arrival = self._clock()
         # One list for all samples: whichever computes the prompt fills it.
         prompt_logprobs: list[TokenLogprobs | None] | None = (
@@ -232,11 +236,17 @@ class Engine:
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request now, whatever its state: the last outputs of its samples. No more come.
 
-        Of samples whose last output is out already there is none. Empty, and no harm, if there is
-        no such request.
+        Of samples whose last output is out already there is none. Where a step has failed, what
+        `step` has not delivered yet is returned here, in order. Empty, and no harm, if there is no
+        such request. One that never started leaves no trace: requests without a seed that come
+        later get the seeds that they would have got without it.
         """
-        outputs = self._take_undelivered(request_id)
-        for request in self._requests.get(request_id, [])[:]:
+        outputs = [o for o in self._undelivered if o.request_id == request_id]
+        self._undelivered = [o for o in self._undelivered if o.request_id != request_id]
+        samples = self._requests.get(request_id, [])
+        if samples and all(request.record.first_scheduled is None for request in samples):
+            self._seeds.give_back(request_id)
+        for request in samples[:]:
             outputs.append(request.finish("abort"))
             self._scheduler.remove(request)
             self._forget(request, "abort")
@@ -357,6 +367,7 @@ class Engine:
         samples.remove(request)
         if not samples:
             del self._requests[request.request_id]
+            self._seeds.forget(request.request_id)
         request.record.finished = self._clock()
         self._finished[reason] += 1
 
@@ -375,12 +386,6 @@ class Engine:
         for request in self._scheduler.fail(steps):
             self._undelivered.append(request.finish("error"))
             self._forget(request, "error")
-
-    def _take_undelivered(self, request_id: str) -> list[RequestOutput]:
-        """The last outputs of a request's samples that a failed step has left to be delivered."""
-        last = {o.index: o for o in self._undelivered if o.request_id == request_id}
-        self._undelivered = [o for o in self._undelivered if o.request_id != request_id]
-        return [output for output in last.values() if output.finished]
 
     def _count_step(self) -> None:
         pool, running = self._pool, self._scheduler.running
@@ -410,8 +415,13 @@ class Engine:
         self.recent_steps.append(record)
 
     def _check_if_idle(self) -> None:
-        if not self.has_unfinished:
-            self._scheduler.check()
+        if self.has_unfinished:
+            return
+        # Block by block takes time: in a large pool only after many steps.
+        every = self._steps - self._checked_at >= self._pool.num_blocks // CHECKED_BLOCKS_A_STEP
+        self._scheduler.check(every=every)
+        if every:
+            self._checked_at = self._steps
 
     def _check_result(self, plan: StepPlan, result: StepResult) -> None:
         """ExecutorError unless each that was due has either a token of the vocabulary or failed."""

@@ -1,7 +1,7 @@
 """What the engine gives back. Plain data, no behaviour beyond arithmetic."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from billfish.engine.logprobs import TokenLogprobs
@@ -11,9 +11,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 more. abort: taken back by its owner. error: no token could be computed for it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestMetrics:
-    """How one request went. Times are readings of the engine's clock, in seconds.
+    """How one request went, at one moment. Times are readings of the engine's clock, in seconds.
 
     A time that has not come yet is None. peak_blocks: most KV blocks held at once. shared_blocks:
     those of them that it took over when it last started, from the prefix cache or from the sample
@@ -24,16 +24,16 @@ class RequestMetrics:
     """
 
     arrival: float
-    first_scheduled: float | None
-    first_token: float | None
-    finished: float | None
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
     num_prompt_tokens: int
-    num_output_tokens: int
-    peak_blocks: int
-    shared_blocks: int
-    cached_tokens: int
-    preemptions: int
-    swaps: int
+    num_output_tokens: int = 0
+    peak_blocks: int = 0
+    shared_blocks: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    swaps: int = 0
 
     @property
     def queue_time(self) -> float | None:
@@ -56,27 +56,17 @@ class RequestMetrics:
         return (self.finished - self.first_token) / (self.num_output_tokens - 1)
 
 
-@dataclass(slots=True, eq=False)
-class RequestRecord:
+@dataclass(slots=True, eq=False, kw_only=True)
+class RequestRecord(RequestMetrics):
     """What the engine writes down about one request as it goes. Its lists only grow.
 
     logprobs, prompt_logprobs: None where they are not asked for.
     """
 
-    arrival: float
-    num_prompt_tokens: int
     token_ids: list[int] = field(default_factory=list)
     text_pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    first_scheduled: float | None = None
-    first_token: float | None = None
-    finished: float | None = None
-    peak_blocks: int = 0
-    shared_blocks: int = 0
-    cached_tokens: int = 0
-    preemptions: int = 0
-    swaps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,20 +134,8 @@ class RequestOutput:
 
     @property
     def metrics(self) -> RequestMetrics:
-        record = self._record
-        return RequestMetrics(
-            arrival=record.arrival,
-            first_scheduled=record.first_scheduled,
-            first_token=record.first_token,
-            finished=record.finished,
-            num_prompt_tokens=record.num_prompt_tokens,
-            num_output_tokens=len(record.token_ids),
-            peak_blocks=record.peak_blocks,
-            shared_blocks=record.shared_blocks,
-            cached_tokens=record.cached_tokens,
-            preemptions=record.preemptions,
-            swaps=record.swaps,
-        )
+        names = (each.name for each in fields(RequestMetrics))
+        return RequestMetrics(**{name: getattr(self._record, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ class PrefixCache:
         self.evictions = 0
         self._key = secrets.token_bytes(_KEY_BYTES) if key is None else key
         self._numbers = itertools.count()
+        self._removed = 0
         self._by_digest: dict[bytes, CachedBlock] = {}
         self._by_block: dict[int, CachedBlock] = {}
         pool.on_evict = self._evict
@@ -84,9 +85,11 @@ class PrefixCache:
         full = num_tokens // size
         if full <= len(chain):
             return
-        # Where it hangs on another's block that is gone by now, its own takes the place.
-        gone = (i for i, block in enumerate(chain) if block.block_id == NULL_BLOCK)
-        del chain[next(gone, len(chain)) :]
+        if request.chain_checked != self._removed:  # else all that was in it is there still
+            # Where it hangs on another's block that is gone by now, its own takes the place.
+            gone = (i for i, block in enumerate(chain) if block.block_id == NULL_BLOCK)
+            del chain[next(gone, len(chain)) :]
+        before = self._removed  # inserting may remove others' blocks, and those are looked at anew
         self._extend_digests(request, full)
         for index in range(len(chain), full):
             block = self._insert(
@@ -96,6 +99,7 @@ class PrefixCache:
                 request.block_table[index],
             )
             chain.append(block)
+        request.chain_checked = before
 
     def forget(self, request: Request) -> None:
         """Find no more what the request holds, or held before it was preempted."""
@@ -137,6 +141,7 @@ class PrefixCache:
     def _remove(self, block: CachedBlock) -> None:
         del self._by_digest[block.digest], self._by_block[block.block_id]
         block.block_id = NULL_BLOCK
+        self._removed += 1
 
     def _extend_digests(self, request: Request, count: int) -> None:
         size, digests = self.pool.block_size, request.digests

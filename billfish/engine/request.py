@@ -34,7 +34,8 @@ class Request:
 
     block_table: its KV blocks. host_blocks: where its KV is in host memory while it is swapped out.
     digests: of its full blocks, as far as they were asked for. chain: its first full blocks, as far
-    as the prefix cache knows them.
+    as the prefix cache knows them. chain_checked: how many blocks the cache had removed when it saw
+    that all of them were there.
     """
 
     request_id: str
@@ -58,6 +59,7 @@ class Request:
     host_blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     chain: list["CachedBlock"] = field(default_factory=list)
+    chain_checked: int = -1
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
@@ -131,6 +133,7 @@ class Request:
     def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> RequestOutput:
         """Take the oldest pending token: extend the text, and see whether it ends here."""
         self.record.token_ids.append(token_id)
+        self.record.num_output_tokens += 1
         if self.record.logprobs is not None and logprobs is not None:
             self.record.logprobs.append(logprobs)
         new_token_ids = (token_id,)

@@ -49,7 +49,7 @@ class ScheduledStep:
 
     computed: the requests whose tokens it computes, each with how many of its tokens are computed
     then. sampling: those for which it chooses a token. swapped: those that it swaps out.
-    prefill_tokens: see EngineStats.
+    prefill_tokens, prefix_queries, prefix_hits: see EngineStats.
     """
 
     plan: StepPlan
@@ -57,6 +57,8 @@ class ScheduledStep:
     sampling: list[Request]
     swapped: list[Request]
     prefill_tokens: int
+    prefix_queries: int
+    prefix_hits: int
 
 
 @dataclass(slots=True)
@@ -71,6 +73,9 @@ class _Draft:
     work: list[Work] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
     source: Request | None = None
+    prefill_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
 
 
 class Scheduler:
@@ -108,6 +113,9 @@ class Scheduler:
     def succeed(self, step: ScheduledStep) -> None:
         """A step has been computed: what is in its blocks can be shared from now on."""
         self.blocks.register(step.computed)
+        self.blocks.count(step.plan, step.prefix_queries, step.prefix_hits)
+        self.num_forks += len(step.plan.forks)
+        self.num_prefill_tokens += step.prefill_tokens
 
     def fail(self, steps: Sequence[ScheduledStep]) -> list[Request]:
         """Take off the books all that the executor was told to know, after one of the steps that
@@ -141,7 +149,6 @@ class Scheduler:
         for requests that start.
         """
         step = _Draft(self.config.max_num_batched_tokens)
-        prefilled = self.num_prefill_tokens
         # _make_room takes requests off the end of this list, never the current one or one before.
         for request in self.running:
             num_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
@@ -171,8 +178,10 @@ class Scheduler:
         self._released = []
         for request in step.sampling:
             request.num_tokens += 1
-        prefilled = self.num_prefill_tokens - prefilled
-        return ScheduledStep(plan, step.computed, step.sampling, step.swapped, prefilled)
+        return ScheduledStep(
+            plan, step.computed, step.sampling, step.swapped,
+            step.prefill_tokens, step.prefix_queries, step.prefix_hits,
+        )  # fmt: skip
 
     def _make_room(self, request: Request, num_tokens: int, step: _Draft) -> tuple[int, int]:
         """How many of these tokens the request can write, and how many blocks it takes for them,
@@ -241,6 +250,8 @@ class Scheduler:
         """Begin with what the prefix cache or the host memory has of it, and compute the rest."""
         record = request.record
         self.blocks.start(request, found)
+        step.prefix_queries += request.num_tokens
+        step.prefix_hits += request.num_found_tokens
         record.shared_blocks = len(found)
         record.peak_blocks = max(record.peak_blocks, len(request.block_table))
         if not record.preemptions:
@@ -256,7 +267,6 @@ class Scheduler:
         record.peak_blocks = record.shared_blocks = len(request.block_table)
         record.cached_tokens = source.record.cached_tokens
         record.first_scheduled = source.record.first_scheduled
-        self.num_forks += 1
         step.forks.append(request.fork(source))
         step.sampling.append(request)
 
@@ -289,7 +299,7 @@ class Scheduler:
         request.num_computed_tokens = end
         step.budget -= num_tokens
         if start < request.num_prefill_tokens:
-            self.num_prefill_tokens += min(end, request.num_prefill_tokens) - start
+            step.prefill_tokens += min(end, request.num_prefill_tokens) - start
         samples = end == request.num_tokens
         if samples:
             step.sampling.append(request)
@@ -299,9 +309,9 @@ class Scheduler:
         work = Work(request.sequence_id, start, num_tokens, new_blocks, samples, replaces_last)
         step.work.append(work)
 
-    def check(self) -> None:
-        """InvariantError unless the pools agree with what all requests hold."""
-        self.blocks.check(self.running, self.waiting)
+    def check(self, *, every: bool = True) -> None:
+        """InvariantError unless the pools agree with what all requests hold; see BlockManager."""
+        self.blocks.check(self.running, self.waiting, every=every)
 
 
 def _priority(request: Request) -> int:

@@ -212,6 +212,23 @@ class FakeWorker:
             assert len(set(sequence.block_table)) == len(sequence.block_table)
 
 
+class ScriptedWorker:
+    """Answers every request with the next token of its script."""
+
+    def __init__(self, **scripts: str | bytes | list[int]) -> None:
+        self.scripts = {
+            name: list(script.encode() if isinstance(script, str) else script)
+            for name, script in scripts.items()
+        }
+        self.plans: list[StepPlan] = []
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        return StepResult(
+            plan.step, {w.request_id: self.scripts[w.request_id].pop(0) for w in plan.work}
+        )
+
+
 class Clock:
     """Seconds that pass only when a test says so."""
 

@@ -202,3 +202,38 @@ def test_check_compares_with_the_block_tables() -> None:
     for tables in ([], [[1]], [held, held], [[0, 1, 2]], [[1, 2, 7]]):
         with pytest.raises(InvariantError):
             pool.check(tables)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda pool: pool._free.pop(),
+        lambda pool: pool._free.append(1),
+        lambda pool: pool.allocate(1),
+        lambda pool: pool.share([1]),
+    ],
+)
+def test_numbers_are_checked_without_looking_at_blocks(spoil):
+    pool = BlockPool(10, 4)
+    table = pool.allocate(3)
+    pool.share(table[:1])
+    tables = [table, table[:1]]
+    pool.check_numbers(tables)
+    pool.check(tables)
+    spoil(pool)
+    with pytest.raises(InvariantError):
+        pool.check_numbers(tables)
+
+
+def test_numbers_follow_blocks_that_are_cached_and_found_again():
+    pool = BlockPool(4, 4)
+    table = pool.allocate(2)
+    pool.keep(table[0])
+    pool.free(table)
+    pool.check_numbers([])
+    pool.share(table[:1])
+    pool.check_numbers([table[:1]])
+    pool.check([table[:1]])
+    with pytest.raises(InvariantError):
+        pool.free([table[0], table[0]])
+    pool.check([table[:1]])

@@ -264,3 +264,26 @@ def test_recomputation_finds_what_is_left() -> None:
     assert final["b"].token_ids == expected_tokens([2] * 4, 12, 1)
     assert engine.stats().prefix_hits >= 4
     assert final["b"].metrics.cached_tokens == 0  # it found its own, nobody else's
+
+
+class CountingList(list):
+    """Counts the elements that loops over it have seen."""
+
+    seen = 0
+
+    def __iter__(self):
+        for element in super().__iter__():
+            CountingList.seen += 1
+            yield element
+
+
+def test_registering_costs_the_new_blocks_only() -> None:
+    """With a block for each token, a look at all those before would cost the square."""
+    engine, _ = make_engine(num_blocks=200, block_size=1)
+    engine.add_request("a", [1], params(100))
+    engine.step()
+    (request,) = engine._scheduler.running
+    request.chain = CountingList(request.chain)
+    CountingList.seen = 0
+    assert run(engine)["a"].token_ids == expected_tokens([1], 100, 0)
+    assert CountingList.seen <= 200

@@ -128,9 +128,7 @@ def write_and_attend(
             )
             for cache in (k_cache, v_cache)
         )
-        out = scaled_dot_product_attention(
-            query.view(1, kv_heads, -1, head_dim), k, v, scale=scale
-        )
+        out = scaled_dot_product_attention(query.view(1, kv_heads, -1, head_dim), k, v, scale=scale)
         return out.reshape(1, heads, head_dim)
     settings = cpu.Settings(scale, None, None, None)
     if len(step.buckets) == 1:

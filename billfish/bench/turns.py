@@ -29,8 +29,13 @@ def capture(calls: Sequence[Call], at_least_us: float = 2000.0) -> tuple[torch.c
     return graph, rotations * len(calls)
 
 
-def elapsed_us(call: Call) -> float:
+def elapsed_us(call: Call, ahead_cycles: int = 0) -> float:
+    """Time of a call on the GPU. ahead_cycles: for how long the GPU is kept busy before, so that
+    the time in which the host queues the call does not count.
+    """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if ahead_cycles:
+        torch.cuda._sleep(ahead_cycles)
     begin.record()
     call()
     end.record()
@@ -45,12 +50,12 @@ def summary(times: Sequence[float]) -> tuple[float, float]:
 
 
 def time_in_turns(
-    impls: Mapping[str, Sequence[Call]], *, graphs: bool = True
+    impls: Mapping[str, Sequence[Call]], *, graphs: bool = True, ahead_cycles: int = 0
 ) -> dict[str, tuple[float, float]]:
     """(median microseconds of a call, relative spread) of each; run in a new order every round.
 
     The calls of an implementation do the same on different data. With `graphs` they are captured
-    and replayed; without, the first is called.
+    and replayed; without, the first is called. ahead_cycles: see `elapsed_us`.
     """
     runs: dict[str, tuple[Call, int]] = {}
     for name, calls in impls.items():
@@ -65,7 +70,7 @@ def time_in_turns(
         random.shuffle(order)
         for name in order:
             run, count = runs[name]
-            us = elapsed_us(run) / count
+            us = elapsed_us(run, ahead_cycles) / count
             if turn:  # the first round warms up
                 times[name].append(us)
     return {name: summary(values) for name, values in times.items()}

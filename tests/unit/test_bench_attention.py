@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from billfish.bench.attention import Case, cases
+from billfish.bench.attention_ablation import DECODE, PREFILL
+from billfish.bench.attention_cases import Case, cases
 
 
 def brute_force_flops(case: Case) -> int:
@@ -36,10 +37,15 @@ def test_cases_are_distinct_and_cover_the_modes():
     listed = cases((32, 8))
     assert len({case.name for case in listed}) == len(listed)
     assert Counter(case.mode for case in listed) == {
-        "decode": 12,
+        "decode": 15,
         "ragged": 3,
         "prefill": 4,
-        "chunk": 3,
+        "chunk": 4,
+        "mixed": 1,
     }
     for case in listed:
         assert all(new <= n for new, n in zip(case.query_lens, case.seq_lens, strict=True))
+
+
+def test_ablation_names_real_cases():
+    assert {*DECODE, *PREFILL} <= {case.name for case in cases((32, 8))}

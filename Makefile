@@ -10,13 +10,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet \
 	$(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: help demo test lint types imports gpu clean
+.PHONY: help demo test lint types imports gpu sanitize clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     install into $(VENV) and serve a dozen chats with a real INT4 model"
 	@echo "make test     run every test that needs no GPU"
 	@echo "make gpu      run the tests that need an NVIDIA GPU, with this machine's own Python"
+	@echo "make sanitize a sample of those under compute-sanitizer"
 	@echo "make lint types imports    the static checks"
 	@echo "make clean    remove what the commands above made"
 
@@ -39,6 +40,11 @@ imports: $(VENV)/.dev
 # Mostly compilation, so several processes; PART names a file where there is a limit on the time.
 gpu:
 	$(PYTHON) -m pytest -n $(GPU_JOBS) $(PART)
+
+# A sample of them under NVIDIA's memory checker, each tensor in an allocation of its own.
+sanitize:
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
+		$(PYTHON) -m pytest -q -m sanitize tests/gpu
 
 $(VENV)/bin/python:
 	@command -v $(PYTHON) >/dev/null || { echo "Python is missing: install Python 3.11 or newer, or name one with PYTHON=..."; exit 1; }

@@ -16,6 +16,7 @@ from billfish.kernels.paged_attention import (
     decode,
     planner,
     prefill,
+    prefill_items,
 )
 from billfish.kernels.paged_attention.planner import DecodePlan, Scoring
 from tests.compile.offline import MachineCode, fake_device, machine_code
@@ -42,6 +43,8 @@ def compiled(monkeypatch, module, name, launch, capability) -> tuple[MachineCode
     kernel, recorder = getattr(module, name), Recorder()
     with monkeypatch.context() as patch:
         patch.setattr(module, name, recorder)
+        if hasattr(module, "launches_early"):
+            patch.setattr(module, "launches_early", lambda device: capability >= 90)
         launch()
     with fake_device(capability):
         binary = kernel.warmup(*recorder.arguments, **recorder.keywords, grid=(1,))
@@ -113,6 +116,20 @@ def test_plan(monkeypatch, capability):
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
+@pytest.mark.parametrize("programs", [None, 132])
+def test_prefill_items(monkeypatch, programs, capability):
+    lens = torch.empty(2, dtype=torch.int32), torch.empty(3, dtype=torch.int32)
+    items = torch.empty(4, prefill_items.ENTRY, dtype=torch.int32)
+    arrivals = None if programs is None else torch.empty(programs, 2, dtype=torch.int32)
+
+    def launch():
+        prefill_items.list_items(*lens, 100, 4, 32, 4, items, arrivals)
+
+    code, _ = compiled(monkeypatch, prefill_items, "_list_kernel", launch, capability)
+    assert code.spill_bytes == 0
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize("fused", [False, True])
 def test_write(monkeypatch, fused, capability):
     qkv = torch.empty(4096, 48, 128, dtype=torch.bfloat16)
@@ -131,10 +148,11 @@ def test_write(monkeypatch, fused, capability):
 
     code, _ = compiled(monkeypatch, cache_write, "_write_kernel", launch, capability)
     assert code.spill_bytes == 0
+    assert (code.count("ACQBULK") > 0) == (capability >= 90)  # waits for the kernel ahead
     assert code.count("STG.E.128") == code.count("STG") >= (6 if fused else 2)
 
 
-@pytest.mark.parametrize("pairs", [1, 64, 512])
+@pytest.mark.parametrize("pairs", [1, 16, 64, 256, 512])
 def test_copy(monkeypatch, pairs):
     cache = block_copy.as_words(torch.empty(2, 2, 8, 16, 8, 128, dtype=torch.bfloat16))
     ids = torch.empty(pairs, dtype=torch.int64)
@@ -197,8 +215,9 @@ def test_hopper_prefill(monkeypatch, heads, kv_heads, head_dim, block, options):
 
     def launch():
         hopper_prefill.prefill(
-            *arguments, scoring, decoded_len=4, plan=plan, overlap=True, num_programs=132
-        )
+            *arguments, scoring, decoded_len=4, max_seq_len=4096, plan=plan, overlap=True,
+            num_programs=132,
+        )  # fmt: skip
 
     code, shared = compiled(monkeypatch, hopper_prefill, "_prefill_kernel", launch, 90)
     # Two warpgroups: the first product, that of each kind of step, and the last.
@@ -211,13 +230,13 @@ def test_hopper_prefill(monkeypatch, heads, kv_heads, head_dim, block, options):
 
 
 def softmax_runs_under_products(code: MachineCode) -> bool:
-    """Whether each wait for Q K^T alone (one product left in flight) has the exponentials of a
-    tile before the wait for P V.
+    """Whether both warpgroups have a loop where the wait for Q K^T alone (one product left in
+    flight) has the exponentials of a tile before the wait for P V.
     """
     marks = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[01]|MUFU\.EX2", code.sass)
     waits = [i for i, mark in enumerate(marks) if mark.endswith("0x1")]
     under = [next(n for n, mark in enumerate(marks[i + 1 :]) if "DEPBAR" in mark) for i in waits]
-    return len(waits) > 0 and min(under) >= 64
+    return sum(count >= 64 for count in under) >= 2
 
 
 def spills_in_loops(code: MachineCode) -> int:

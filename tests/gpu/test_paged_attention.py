@@ -148,8 +148,8 @@ def planned(case, **options):
     plan = DecodePlan.allocate(
         num_heads=heads, num_kv_heads=case.k_cache.shape[2], head_dim=head_dim, **options
     )
-    plan.workspace.acc.fill_(math.nan)
-    plan.workspace.sums.fill_(math.nan)
+    for name in ("acc", "sums", "split_acc", "split_sums"):
+        getattr(plan.workspace, name).fill_(math.nan)
     return plan, dataclasses.replace(case, metadata=plan.update(case.metadata))
 
 
@@ -334,6 +334,62 @@ def test_plans_of_mixed_batches(longest):
         assert not plan.workspace.draws.any()
 
 
+@both
+@pytest.mark.sanitize
+def test_sample_of_all_kernels():
+    """Every kernel once, on little work."""
+    case = make_case([70, 300, 1, 0, 2100], [1, 200, 1, 1, 17])
+    for each in (case, planned(case)[1], planned(case, max_query_len=2, batch_invariant=True)[1]):
+        check(each)
+        check(each, sliding_window=100, soft_cap=20.0, sinks=torch.zeros(8, device="cuda"))
+    cache = torch.stack((case.k_cache, case.v_cache))[None]
+    tokens = torch.randn(9, 12, 128, device="cuda").bfloat16()
+    query, key, value = tokens.split((8, 2, 2), dim=1)
+    slots = torch.arange(16, 25, device="cuda")
+    write_kv(key, value, *cache[0], slots)
+    positions, norm = slots - 16, torch.ones(128, device="cuda")
+    out = rotate_and_write(
+        query, key, value, *cache[0], slots, positions=positions,
+        cos_sin=torch.randn(9, 64, device="cuda"), q_norm=norm, k_norm=norm,
+    )  # fmt: skip
+    assert out.isfinite().all()
+    moved = torch.arange(3, device="cuda")
+    copy_blocks(cache, moved, moved + 1)
+    host = torch.zeros(cache.shape, dtype=cache.dtype, pin_memory=True)
+    swap_blocks(cache, host, moved.cpu(), moved.cpu() + 2)
+    torch.cuda.synchronize()
+    words = cache.view(torch.int16).cpu()
+    assert torch.equal(host.view(torch.int16)[:, :, 2:5], words[:, :, :3])
+
+
+@both
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("seq_lens", "query_lens"),
+    [
+        ([8192], [40]),
+        ([9001], [5]),
+        ([33000, 300, 5000], [33, 70, 17]),
+        ([33000, 4000, 1, 64], [100, 1, 1, 64]),
+        ([4000] * 7, [9, 20, 31, 32, 33, 64, 65]),
+    ],
+)
+def test_few_new_tokens_over_much_kv(seq_lens, query_lens, head_dim):
+    """What the Hopper prefill kernel shares out; the same bits every time."""
+    for group in (4, 3):
+        case = make_case(seq_lens, query_lens, heads=2 * group, head_dim=head_dim)
+        plan, case = planned(case)
+        first = attend(case.query, case.k_cache, case.v_cache, case.metadata)
+        check(case, first)
+        for _ in range(10):
+            again = attend(case.query, case.k_cache, case.v_cache, case.metadata)
+            assert torch.equal(first, again)
+        sinks = torch.linspace(-2, 2, 2 * group, device="cuda")
+        check(case, soft_cap=20.0, sinks=sinks)
+        assert not plan.workspace.split_arrivals.any()
+        assert not plan.workspace.draws.any()
+
+
 def test_plan_of_another_window_is_not_used():
     _, case = planned(make_case([500, 900], [1, 1]), sliding_window=100)
     check(case)
@@ -358,20 +414,51 @@ def test_plan_is_too_small():
         plan.update(make_case([5, 5], [1, 1]).metadata)
 
 
+def transplant(case, request, length, query_rows, donor):
+    """Make a request of `case` hold the sequence and the queries of the only request of donor."""
+    count = -(-length // 16)
+    to = case.metadata.block_table[request, :count].long()
+    source = donor.metadata.block_table[0, :count].long()
+    case.k_cache[to], case.v_cache[to] = donor.k_cache[source], donor.v_cache[source]
+    case.query[query_rows] = donor.query
+
+
 @both
-def test_batch_invariant():
-    alone = make_case([3000], [1], heads=32, kv_heads=8)
-    _, alone = planned(alone, batch_invariant=True)
-    crowd = make_case([700, 3000, 9000, 1], [1] * 4, heads=32, kv_heads=8)
-    table, blocks = crowd.metadata.block_table, alone.metadata.block_table[0, :188].long()
-    crowd.k_cache[table[1, :188].long()] = alone.k_cache[blocks]
-    crowd.v_cache[table[1, :188].long()] = alone.v_cache[blocks]
-    crowd.query[1] = alone.query[0]
-    _, crowd = planned(crowd, batch_invariant=True)
+@pytest.mark.parametrize("new", [1, 2, 40])
+def test_batch_invariant(new):
+    """The same bits alone and beside others, decoding or not, shorter and longer."""
+    alone = make_case([3000], [new], heads=32, kv_heads=8)
+    others = [([700, 3000, 9000, 1], [1, new, 1, 1]), ([5000, 3000, 64], [300, new, 64])]
+    outs = []
+    for lens, queries in others:
+        crowd = make_case(lens, queries, heads=32, kv_heads=8)
+        rows = slice(queries[0], queries[0] + new)
+        transplant(crowd, 1, 3000, rows, alone)
+        _, crowd = planned(crowd, batch_invariant=True, max_query_len=2)
+        out = attend(crowd.query, crowd.k_cache, crowd.v_cache, crowd.metadata)
+        check(crowd, out)
+        outs.append(out[rows])
+    _, alone = planned(alone, batch_invariant=True, max_query_len=2)
     one = attend(alone.query, alone.k_cache, alone.v_cache, alone.metadata)
-    many = attend(crowd.query, crowd.k_cache, crowd.v_cache, crowd.metadata)
-    assert torch.equal(one[0], many[1])
-    check(crowd, many)
+    assert all(torch.equal(one, many) for many in outs)
+
+
+@both
+def test_batch_invariant_in_chunks():
+    """A prompt gives the same bits whole and in chunks."""
+    whole = make_case([1000], [1000], heads=32, kv_heads=8)
+    _, planned_whole = planned(whole, batch_invariant=True)
+    expected = attend(whole.query, whole.k_cache, whole.v_cache, planned_whole.metadata)
+    done = 0
+    for chunk in (16, 100, 384, 500):
+        table = whole.metadata.block_table.cpu()
+        metadata = AttentionMetadata.build(table, [done + chunk], [chunk], 16, device="cuda")
+        query = whole.query[done : done + chunk]
+        _, part = planned(dataclasses.replace(whole, query=query, metadata=metadata),
+                          batch_invariant=True)  # fmt: skip
+        out = attend(query, whole.k_cache, whole.v_cache, part.metadata)
+        assert torch.equal(out, expected[done : done + chunk])
+        done += chunk
 
 
 @both

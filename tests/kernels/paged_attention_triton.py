@@ -19,7 +19,8 @@ from billfish.kernels.paged_attention import (
     reference,
 )
 from billfish.kernels.paged_attention.metadata import AttentionMetadata
-from billfish.kernels.paged_attention.planner import DecodePlan, Scoring, order_rows
+from billfish.kernels.paged_attention.planner import DecodePlan, Scoring
+from billfish.kernels.paged_attention.prefill_items import ENTRY, list_items
 
 HUGE = 2**30
 
@@ -177,23 +178,46 @@ def test_same_bits_whatever_finishes_last():
     assert torch.equal(first, run(case))
 
 
-@pytest.mark.parametrize("num_requests", [0, 1, 5, 40, 300])
+@pytest.mark.parametrize("num_requests", [0, 1, 40, 300])
 @pytest.mark.parametrize("extra_tokens", [0, 9])
-def test_order_rows(num_requests, extra_tokens):
-    """Against a sort: most KV first, equals by number, decoded requests without blocks."""
+@pytest.mark.parametrize("programs", [None, 132])
+def test_prefill_items(num_requests, extra_tokens, programs):
+    """Against a sort: most KV first, equals by number, decoded requests without blocks; no more
+    parts in all than programs, and none of fewer tiles than pay off.
+    """
     draw = random.Random(num_requests)
-    query_lens = [draw.choice([0, 1, 3, 50, 200]) for _ in range(num_requests)]
+    query_lens = [draw.choice([0, 1, 3, 9, 50, 200]) for _ in range(num_requests)]
     seq_lens = [draw.choice([n, n + 100, 7000]) for n in query_lens]
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     tokens = int(starts[-1]) + extra_tokens
-    order = torch.full((num_requests + 3,), -7, dtype=torch.int32)
-    order_rows(torch.tensor(seq_lens, dtype=torch.int32), starts, tokens, 4, 4, 128, order)
+    items = torch.full((num_requests + 3, ENTRY), -7, dtype=torch.int32)
+    arrivals = None if programs is None else torch.full((programs, 2), -7, dtype=torch.int32)
+    list_items(torch.tensor(seq_lens, dtype=torch.int32), starts, tokens, 4, 32, 4, items, arrivals)
     blocks = [-(-n * 4 // 128) if n > 4 else 0 for n in query_lens] + [-(-extra_tokens * 4 // 128)]
-    total = 0
+    parts = items[: num_requests + 1, 1].tolist()
+    total = slots = 0
     for r in sorted(range(num_requests + 1), key=lambda r: -[*seq_lens, -1][r]):
-        assert order[r] == total
-        total += blocks[r]
-    assert order[num_requests + 1 :].tolist() == [total, -7]
+        assert items[r, 0] == total
+        assert items[r, 2] == slots
+        total += blocks[r] * parts[r]
+        slots += blocks[r] * parts[r] * 8 if parts[r] > 1 else 0
+        assert parts[r] == 1 or seq_lens[r] // 128 + 1 >= 6 * parts[r]
+    assert items[num_requests + 1 :, 0].tolist() == [total, -7]
+    if arrivals is None:
+        assert set(parts) == {1}
+    else:
+        assert slots <= programs
+        assert not arrivals.any()
+
+
+def test_few_queries_over_much_kv_are_shared_out():
+    """One item a KV head for 132 multiprocessors: 16 parts each, or as many as have 6 tiles."""
+    for kv_len, expected in ((32768, 16), (8192, 10), (700, 1)):
+        items = torch.zeros(3, ENTRY, dtype=torch.int32)
+        starts = torch.tensor([0, 20], dtype=torch.int32)
+        lens = torch.tensor([kv_len], dtype=torch.int32)
+        list_items(lens, starts, 20, 4, 32, 4, items, torch.zeros(132, 2, dtype=torch.int32))
+        assert items[0, 1] == expected
 
 
 @pytest.mark.parametrize("head_dim", [64, 80])

@@ -11,11 +11,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from billfish.kernels.paged_attention.tile import launches_early
 
 PAIRS_IN_REGISTERS = 512
 """More pairs than this go through a buffer in device memory."""
 
-_TILE = 4096  # words of 4 bytes in the registers of a program
+_WORDS_A_THREAD = 32  # of 4 bytes, in registers
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -23,9 +26,12 @@ def _copy_kernel(
     source, target, source_ids, target_ids, num_pairs, words,
     source_layer_stride, source_kv_stride, source_block_stride,
     target_layer_stride, target_kv_stride, target_block_stride,
-    PAIRS: tl.constexpr, SLICE: tl.constexpr,
+    PAIRS: tl.constexpr, SLICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a (slice of a block, first pair, layer and K or V); strides in 4-byte words."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     word = tl.program_id(0) * SLICE + tl.arange(0, SLICE)
     layer = (tl.program_id(2) // 2).to(tl.int64)
@@ -53,12 +59,16 @@ def launch_copy(
     """Copy blocks between two caches of words, `pairs` of them in the registers of a program."""
     num_pairs = source_ids.shape[0]
     layers, _, _, words = source.shape
-    width = max(32, min(_TILE // pairs, 1024))
+    # Many programs where there are few pairs; long runs of memory where there are many.
+    tile = 2048 if pairs <= 16 else 8192 if pairs <= 128 else 16384
+    width = min(tile // pairs, 1024)
+    num_warps = min(max(pairs * width // (32 * _WORDS_A_THREAD), 4), 16)
+    early = launches_early(source_ids.device)
     grid = (triton.cdiv(words, width), triton.cdiv(num_pairs, pairs), 2 * layers)
     _copy_kernel[grid](
         source, target, source_ids, target_ids, num_pairs, words,
         *source.stride()[:3], *target.stride()[:3],
-        PAIRS=pairs, SLICE=width, num_warps=8 if pairs * width > _TILE else 4,
+        PAIRS=pairs, SLICE=width, PDL=early, launch_pdl=early, num_warps=num_warps,
     )  # fmt: skip
 
 

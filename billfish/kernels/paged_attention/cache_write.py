@@ -4,23 +4,29 @@ The same launch may normalize (QK-norm) and rotate (rotary embedding, NeoX half-
 key on the way, so that they are read and written once.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from billfish.kernels.paged_attention.tile import launches_early
 
 
 @triton.jit
-def _load_part(base, offset, begin, SIZE: tl.constexpr, PADDED: tl.constexpr, mask):
-    """Elements begin .. begin + SIZE of each row; and the mask of their place."""
+def _load_part(base, offset, begin, SIZE: tl.constexpr, PADDED: tl.constexpr, exists):
+    """Elements begin .. begin + SIZE of each row."""
     d = tl.arange(0, PADDED)
-    here = mask[:, None] & (d < SIZE)[None, :]
-    return tl.load(base + offset[:, None] + begin + d[None, :], mask=here, other=0.0), here
+    mask = exists[:, None] & (d < SIZE)[None, :]
+    return tl.load(base + offset[:, None] + begin + d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def _store_part(base, offset, begin, value, PADDED: tl.constexpr, mask):
+def _store_part(base, offset, begin, value, SIZE: tl.constexpr, PADDED: tl.constexpr, written):
     d = tl.arange(0, PADDED)
+    mask = written[:, None] & (d < SIZE)[None, :]
     tl.store(
         base + offset[:, None] + begin + d[None, :], value.to(base.dtype.element_ty), mask=mask
     )
@@ -57,25 +63,25 @@ def _transform(
 
 @triton.jit
 def _move(
-    source, offset, target, goal, mask, weight, position, cos_sin, table_stride, eps,
+    source, offset, target, goal, exists, written, weight, position, cos_sin, table_stride, eps,
     HALF: tl.constexpr, HALF_P: tl.constexpr, TAIL: tl.constexpr, TAIL_P: tl.constexpr,
     NORM: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
     """Rows at source + offset to target + goal, transformed on the way. As they are, bit by bit,
-    if not transformed.
+    if not transformed. All that exist are read, so that no read waits for the slots.
     """
-    low, half_mask = _load_part(source, offset, 0, HALF, HALF_P, mask)
-    high, _ = _load_part(source, offset, HALF, HALF, HALF_P, mask)
-    tail, tail_mask = _load_part(source, offset, 2 * HALF, TAIL, TAIL_P, mask)
+    low = _load_part(source, offset, 0, HALF, HALF_P, exists)
+    high = _load_part(source, offset, HALF, HALF, HALF_P, exists)
+    tail = _load_part(source, offset, 2 * HALF, TAIL, TAIL_P, exists)
     if NORM or ROTARY:
         low, high, tail = _transform(
             low, high, tail, weight, position, cos_sin, table_stride, eps,
             HALF, HALF_P, TAIL, TAIL_P, NORM, ROTARY,
         )  # fmt: skip
-    _store_part(target, goal, 0, low, HALF_P, half_mask)
-    _store_part(target, goal, HALF, high, HALF_P, half_mask)
+    _store_part(target, goal, 0, low, HALF, HALF_P, written)
+    _store_part(target, goal, HALF, high, HALF, HALF_P, written)
     if TAIL > 0:
-        _store_part(target, goal, 2 * HALF, tail, TAIL_P, tail_mask)
+        _store_part(target, goal, 2 * HALF, tail, TAIL, TAIL_P, written)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -87,16 +93,23 @@ def _write_kernel(
     vc_head_stride, table_stride,
     NUM_HEADS: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HALF: tl.constexpr, HALF_P: tl.constexpr, TAIL: tl.constexpr, TAIL_P: tl.constexpr,
-    NORM: tl.constexpr, ROTARY: tl.constexpr, TOKENS: tl.constexpr,
+    NORM: tl.constexpr, ROTARY: tl.constexpr, TOKENS: tl.constexpr, SPAN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a (block of tokens, head): first the heads of the query, then keys, then values.
+    """One program a (block of tokens, SPAN heads): first heads of the query, then keys, then
+    values. The heads of a program share the angles that it reads.
 
     NUM_HEADS is 0 where there is no query to transform.
     """
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.arange(0, TOKENS * SPAN)
+    token = tl.program_id(0).to(tl.int64) * TOKENS + row // SPAN
+    member = row % SPAN
     inside = token < num_tokens
-    head = tl.program_id(1)
-    kv_head = (head - NUM_HEADS) % HKV
+    head = tl.program_id(1) * SPAN
+    kv_head = ((head - NUM_HEADS) % HKV).to(tl.int64)
     slot = tl.load(slots + token, mask=inside, other=-1)
     written = slot >= 0
     slot = tl.where(written, slot, 0)
@@ -105,25 +118,25 @@ def _write_kernel(
         position = tl.load(positions + token, mask=inside, other=0)
     if head < NUM_HEADS:
         _move(
-            query + head * q_head_stride, token * q_token_stride,
-            query_out + head * D, token * (NUM_HEADS * D), inside,
+            query + head * q_head_stride, token * q_token_stride + member * q_head_stride,
+            query_out + head * D, token * (NUM_HEADS * D) + member * D, inside, inside,
             q_weight, position, cos_sin, table_stride, eps,
             HALF, HALF_P, TAIL, TAIL_P, NORM, ROTARY,
         )  # fmt: skip
     elif head < NUM_HEADS + HKV:
+        goal = slot // BLOCK_SIZE * kc_block_stride + slot % BLOCK_SIZE * kc_slot_stride
         _move(
-            key + kv_head * k_head_stride, token * k_token_stride,
-            k_cache + kv_head.to(tl.int64) * kc_head_stride,
-            slot // BLOCK_SIZE * kc_block_stride + slot % BLOCK_SIZE * kc_slot_stride, written,
-            k_weight, position, cos_sin, table_stride, eps,
+            key + kv_head * k_head_stride, token * k_token_stride + member * k_head_stride,
+            k_cache + kv_head * kc_head_stride, goal + member * kc_head_stride,
+            inside, written, k_weight, position, cos_sin, table_stride, eps,
             HALF, HALF_P, TAIL, TAIL_P, NORM, ROTARY,
         )  # fmt: skip
     else:
+        goal = slot // BLOCK_SIZE * vc_block_stride + slot % BLOCK_SIZE * vc_slot_stride
         _move(
-            value + kv_head * v_head_stride, token * v_token_stride,
-            v_cache + kv_head.to(tl.int64) * vc_head_stride,
-            slot // BLOCK_SIZE * vc_block_stride + slot % BLOCK_SIZE * vc_slot_stride, written,
-            k_weight, position, cos_sin, table_stride, eps,
+            value + kv_head * v_head_stride, token * v_token_stride + member * v_head_stride,
+            v_cache + kv_head * vc_head_stride, goal + member * vc_head_stride,
+            inside, written, k_weight, position, cos_sin, table_stride, eps,
             HALF, HALF_P, TAIL, TAIL_P, False, False,
         )  # fmt: skip
 
@@ -190,8 +203,13 @@ def _launch(
     num_heads = query.shape[1] if queries else 0
     half = (head_dim if cos_sin is None else cos_sin.shape[1]) // 2
     tail = head_dim - 2 * half
-    tokens = 16 if num_tokens >= 2048 else 4 if num_tokens >= 256 else 1
-    grid = (triton.cdiv(num_tokens, tokens), num_heads + 2 * num_kv_heads)
+    all_heads = num_heads + 2 * num_kv_heads
+    span = math.gcd(num_heads, num_kv_heads, 4)
+    # Programs as large as leave two or so for each multiprocessor.
+    rows = num_tokens * all_heads
+    tokens = max(1, (16 if rows >= 3072 else 4 if rows >= 256 else 1) // span)
+    early = launches_early(key.device)
+    grid = (triton.cdiv(num_tokens, tokens), all_heads // span)
     _write_kernel[grid](
         query, key, value, query_out, k_cache, v_cache, slot_mapping,
         slot_mapping if positions is None else positions, key if cos_sin is None else cos_sin,
@@ -201,5 +219,6 @@ def _launch(
         NUM_HEADS=num_heads, HKV=num_kv_heads, D=head_dim, BLOCK_SIZE=k_cache.shape[1],
         HALF=half, HALF_P=triton.next_power_of_2(half), TAIL=tail,
         TAIL_P=triton.next_power_of_2(max(tail, 1)), NORM=q_norm is not None,
-        ROTARY=cos_sin is not None, TOKENS=tokens, num_warps=4 if tokens > 4 else 1,
+        ROTARY=cos_sin is not None, TOKENS=tokens, SPAN=span, PDL=early, launch_pdl=early,
+        num_warps=4 if tokens * span > 4 else 1,
     )  # fmt: skip

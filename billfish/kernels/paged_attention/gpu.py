@@ -95,8 +95,9 @@ def attend(
 
                 mine = Workspace(*plan) if plan else None
                 hopper_prefill.prefill(
-                    *step, decoded_len=decode_len, plan=mine, overlap=mine is not None
-                )
+                    *step, decoded_len=decode_len, max_seq_len=max_seq_len, plan=mine,
+                    overlap=mine is not None,
+                )  # fmt: skip
             else:
                 prefill.prefill(*step, decoded_len=decode_len)
     return out

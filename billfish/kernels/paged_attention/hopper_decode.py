@@ -12,11 +12,12 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
-from billfish.kernels.gluon_compat import aggregate, barrier
+from billfish.kernels.gluon_compat import barrier
+from billfish.kernels.paged_attention.hopper_decode_feed import Queue, Work, produce, stage_layouts
 from billfish.kernels.paged_attention.hopper_rows import ROWS, WARPS, Rows, merge_warps
 from billfish.kernels.paged_attention.planner import (
     BORDER,
@@ -31,145 +32,15 @@ QUEUE_BYTES = 192 * 1024
 PRODUCER_REGISTERS = 40
 
 
-@aggregate
-class Queue:
-    """Tiles of K and V in shared memory. A stage is full when all its bytes have arrived."""
-
-    k_desc: tma.tensor_descriptor
-    v_desc: tma.tensor_descriptor
-    k: gl.shared_memory_descriptor
-    v: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    STAGES: gl.constexpr
-
-    @gluon.jit
-    def advance(self, stage, phase):
-        stage += 1
-        wrapped = stage == self.STAGES
-        return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
-
-
-@aggregate
-class Work:
-    """The part of a program: from (r, tile) to (last_r, last_tile), for one KV head."""
-
-    block_table: gl.tensor
-    seq_lens: gl.tensor
-    query_start: gl.tensor
-    num_requests: gl.tensor
-    table_stride: gl.tensor
-    max_query_len: gl.tensor
-    window: gl.tensor
-    head: gl.tensor
-    r: gl.tensor
-    tile: gl.tensor
-    last_r: gl.tensor
-    last_tile: gl.tensor
-    kv_len: gl.tensor
-    begin: gl.tensor
-    end: gl.tensor
-    TILE: gl.constexpr
-    HAS_WINDOW: gl.constexpr
-
-    @gluon.jit
-    def unfinished(self, r, tile):
-        return (r < self.last_r) | ((r == self.last_r) & (tile < self.last_tile))
-
-    @gluon.jit
-    def after(self, r):
-        """KV length and last + 1 new token of the request after r, asked for ahead of time."""
-        kv_len = gl.load(self.seq_lens + gl.minimum(r + 1, self.num_requests - 1))
-        end = gl.load(self.query_start + gl.minimum(r + 2, self.num_requests))
-        return kv_len, end
-
-    @gluon.jit
-    def first_key(self, kv_len, query_len):
-        """The first key that any query of a request sees."""
-        if self.HAS_WINDOW:
-            return gl.maximum(kv_len - query_len + 1 - self.window, 0)
-        else:
-            return kv_len * 0
-
-    @gluon.jit
-    def tiles(self, kv_len, query_len):
-        """As `planner.request_tiles`."""
-        first = self.first_key(kv_len, query_len) // self.TILE
-        tiles = gl.maximum((kv_len + self.TILE - 1) // self.TILE - first, 1)
-        return gl.where((query_len > 0) & (query_len <= self.max_query_len), tiles, 0)
-
-    @gluon.jit
-    def stop(self, r, tiles):
-        return gl.where(r < self.last_r, tiles, self.last_tile)
-
-
 @gluon.jit
-def _produce(work, queue, BLOCK_SIZE: gl.constexpr, D: gl.constexpr, PDL: gl.constexpr):
-    BOX: gl.constexpr = queue.k_desc.block_shape[0]
-    BOXES: gl.constexpr = work.TILE // BOX  # a tile
-    PER_BLOCK: gl.constexpr = BLOCK_SIZE // BOX
-    TILES: gl.constexpr = 32 // BOXES  # whose boxes the lanes of the warp hold
-    DTYPE: gl.constexpr = queue.k_desc.dtype
-    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    column = work.head * D
-    nowhere = queue.k_desc.shape[0]  # past the cache: TMA fills with zeros and reads nothing
-    if PDL:
-        gdc_launch_dependents()
-    stage = 0
-    phase = 1  # a fresh barrier counts as having completed the phase before
-    r = work.r
-    tile = work.tile
-    kv_len = work.kv_len
-    begin = work.begin
-    end = work.end
-    while work.unfinished(r, tile):
-        next_len, next_end = work.after(r)
-        tiles = work.tiles(kv_len, end - begin)
-        stop = work.stop(r, tiles)
-        if stop > tile:
-            first_key = work.first_key(kv_len, end - begin)
-            first = first_key // work.TILE
-            table = work.block_table + r.to(gl.int64) * work.table_stride
-            low = first_key // BOX
-            high = (kv_len + BOX - 1) // BOX
-            box = (first + tile) * BOXES + lane
-            now = _box_rows(table, box, low, high, nowhere, PER_BLOCK, BOX)
-            ahead = _box_rows(table, box + 32, low, high, nowhere, PER_BLOCK, BOX)
-            if PDL:
-                # What was read so far was complete before the kernel ahead of this one began.
-                gdc_wait()
-            used = 0
-            for j in range(first + tile, first + stop):
-                if used == TILES:
-                    used = 0
-                    now = ahead
-                    box = (j + TILES) * BOXES + lane
-                    ahead = _box_rows(table, box, low, high, nowhere, PER_BLOCK, BOX)
-                mbarrier.wait(queue.empty.index(stage), phase)
-                bar = queue.full.index(stage)
-                mbarrier.expect(bar, 2 * work.TILE * D * DTYPE.primitive_bitwidth // 8)
-                k = queue.k.index(stage)._reinterpret(DTYPE, [BOXES, BOX, D], queue.k_desc.layout)
-                v = queue.v.index(stage)._reinterpret(DTYPE, [BOXES, BOX, D], queue.v_desc.layout)
-                for b in gl.static_range(BOXES):
-                    row = gl.sum(gl.where(lane == used * BOXES + b, now, 0), 0)
-                    at = [row, column]
-                    tma.async_copy_global_to_shared(queue.k_desc, at, bar, k.index(b))
-                    tma.async_copy_global_to_shared(queue.v_desc, at, bar, v.index(b))
-                used += 1
-                stage, phase = queue.advance(stage, phase)
-        r += 1
-        tile = tile * 0
-        kv_len = next_len
-        begin = end
-        end = next_end
-
-
-@gluon.jit
-def _box_rows(table, box, low, high, nowhere, PER_BLOCK: gl.constexpr, BOX: gl.constexpr):
-    """Rows of the cache where boxes begin; boxes outside [low, high) lie past the cache."""
-    here = (box >= low) & (box < high)
-    block = gl.load(table + box // PER_BLOCK, mask=here, other=0)
-    return gl.where(here, (block * PER_BLOCK + box % PER_BLOCK) * BOX, nowhere)
+def _scores(q, k, zeros, rows):
+    """Products of queries and keys, scaled and capped, in log2 units."""
+    scores = mma_v2(q, k, zeros)
+    if rows.HAS_CAP:
+        e = gl.exp2(scores * (2.0 * LOG2E * rows.scale / rows.soft_cap))
+        return (rows.soft_cap * LOG2E) * (1.0 - 2.0 / (1.0 + e))
+    else:
+        return scores * (rows.scale * LOG2E)
 
 
 @gluon.jit
@@ -196,12 +67,7 @@ def _attend_tiles(
     for j in range(first, last):
         mbarrier.wait(queue.full.index(stage), phase)
         k = queue.k.index(stage)._reinterpret(DTYPE, [WARPS, D, PART], K).load(KV)
-        scores = mma_v2(q, k, zeros)
-        if rows.HAS_CAP:
-            e = gl.exp2(scores * (2.0 * LOG2E * rows.scale / rows.soft_cap))
-            scores = (rows.soft_cap * LOG2E) * (1.0 - 2.0 / (1.0 + e))
-        else:
-            scores = scores * (rows.scale * LOG2E)
+        scores = _scores(q, k, zeros, rows)
         v = queue.v.index(stage)._reinterpret(DTYPE, [WARPS, PART, D], V).load(KV)
         start = j * work.TILE
         masked = start + work.TILE > whole
@@ -234,6 +100,24 @@ def _along(AXIS: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
     B: gl.constexpr = 2 if AXIS != 2 else 1
     inner: gl.constexpr = gl.SliceLayout(A, gl.SliceLayout(B, LAYOUT))
     return gl.expand_dims(gl.expand_dims(gl.arange(0, SIZE, layout=inner), A), B)
+
+
+@gluon.jit
+def _share_result(
+    top, total, acc, rows, r, head, split, begins_here, begin, end,
+    COMBINE: gl.constexpr, CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Leave a part's result for a request; the last program to do so combines and stores."""
+    rows.leave(top, total, acc, (split * rows.HKV + head) * 2 + begins_here.to(gl.int32))
+    first_part = gl.load(rows.parts + 2 * r)
+    last_part = gl.load(rows.parts + 2 * r + 1)
+    arrival = rows.arrivals + r * rows.HKV + head
+    barrier()  # all four warps have stored before one thread announces it
+    arrived = gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
+    if arrived == last_part - first_part:
+        all_top, all_total, all_acc = rows.combine(first_part, last_part, head, COMBINE, CHUNK)
+        rows.store(all_top, all_total, all_acc, head, begin, end)
+        gl.store(arrival, 0)
 
 
 @gluon.jit
@@ -274,19 +158,10 @@ def _consume(
             if (tile == 0) & (stop == tiles):
                 rows.store(top, total, acc, work.head, begin, end)
             else:
-                slot = (split * rows.HKV + work.head) * 2 + (tile == 0).to(gl.int32)
-                rows.leave(top, total, acc, slot)
-                first_part = gl.load(rows.parts + 2 * r)
-                last_part = gl.load(rows.parts + 2 * r + 1)
-                arrival = rows.arrivals + r * rows.HKV + work.head
-                barrier()  # all four warps have stored before one thread announces it
-                arrived = gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
-                if arrived == last_part - first_part:
-                    all_top, all_total, all_acc = rows.combine(
-                        first_part, last_part, work.head, COMBINE, CHUNK
-                    )
-                    rows.store(all_top, all_total, all_acc, work.head, begin, end)
-                    gl.store(arrival, 0)
+                _share_result(
+                    top, total, acc, rows, r, work.head, split, tile == 0, begin, end,
+                    COMBINE, CHUNK,
+                )  # fmt: skip
         r += 1
         tile = tile * 0
         kv_len = next_len
@@ -343,37 +218,11 @@ def _decode_kernel(
     gl.warp_specialize(
         [
             (_consume, (work, queue, rows, split, num_splits, ACC, K, V, OUT, COMBINE, CHUNK, PDL)),
-            (_produce, (work, queue, BLOCK_SIZE, D, PDL)),
+            (produce, (work, queue, BLOCK_SIZE, D, PDL)),
         ],
         [1],
         [PRODUCER_REGS],
     )
-
-
-def stage_layouts(
-    tile: int, box: int, head_dim: int
-) -> tuple[gl.SharedLinearLayout, gl.SharedLinearLayout]:
-    """How TMA boxes [box, head_dim] lie in a stage, seen as K^T [WARPS, head_dim, tile / WARPS] and
-    as V [WARPS, tile / WARPS, head_dim].
-
-    TMA writes a box as columns of 64 elements (128 bytes), swizzled: the 16-byte chunk of row i
-    is XORed with i % 8. The bases are those of successive address bits, from 2 bytes up.
-    """
-    bases = [(0, d) for d in (1, 2, 4)] + [(0, d) for d in (8, 16, 32)]
-    bases += [(row, chunk) for row, chunk in ((1, 8), (2, 16), (4, 32))]
-    row = 8
-    while row < box:
-        bases.append((row, 0))
-        row *= 2
-    if head_dim == 128:
-        bases.append((0, 64))
-    while row < tile:
-        bases.append((row, 0))
-        row *= 2
-    part = tile // WARPS.value
-    k = [[row // part, d, row % part] for row, d in bases]
-    v = [[row // part, row % part, d] for row, d in bases]
-    return gl.SharedLinearLayout(k, [], 1024), gl.SharedLinearLayout(v, [], 1024)
 
 
 def supports(k_cache: Tensor, v_cache: Tensor, packed_rows: int) -> bool:

@@ -6,12 +6,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from billfish.kernels.gluon_compat import aggregate
-from billfish.kernels.paged_attention.planner import PREFILL_ROWS
+from billfish.kernels.paged_attention import prefill_items
 
-ROWS = gl.constexpr(PREFILL_ROWS)  # packed query rows of an item
-HALF = gl.constexpr(PREFILL_ROWS // 2)  # of them, those of one warpgroup
-TILE = gl.constexpr(128)  # keys
-FIELDS = gl.constexpr(32)  # of an item's record; 8 are used
+ROWS = gl.constexpr(prefill_items.ROWS)  # packed query rows of an item
+HALF = gl.constexpr(prefill_items.ROWS // 2)  # of them, those of one warpgroup
+TILE = gl.constexpr(prefill_items.KEYS)  # keys
+ENTRY = gl.constexpr(prefill_items.ENTRY)
+FIELDS = gl.constexpr(32)  # of an item's record; 11 are used: see `Batch.record`
 READERS = gl.constexpr(4)  # partitions that read a record
 
 
@@ -39,11 +40,40 @@ class Ring:
         mbarrier.arrive(self.empty.index(stage))
 
 
+@aggregate
+class Slots:
+    """Two slots by turns, each with the queries of an item until its output takes their place. The
+    queries of the next item arrive in the other slot meanwhile.
+
+    A warpgroup gives a slot back during the item after, when its output has left.
+    """
+
+    ring: Ring
+
+    @gluon.jit
+    def half(self, turn, c):
+        """Rows of warpgroup c."""
+        return self.ring.buffer.index((turn & 1) * 2 + c)
+
+    @gluon.jit
+    def wait_full(self, turn):
+        mbarrier.wait(self.ring.full.index(turn & 1), (turn >> 1) & 1)
+
+    @gluon.jit
+    def release_other(self, turn):
+        """Give back the slot of the item before: in turn 0 that is one nobody has used."""
+        mbarrier.arrive(self.ring.empty.index((turn & 1) ^ 1))
+
+    @gluon.jit
+    def wait_empty(self, turn):
+        mbarrier.wait(self.ring.empty.index(turn & 1), (((turn + 1) >> 1) & 1) ^ 1)
+
+
 @gluon.jit
 def make_ring(
-    DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, READERS: gl.constexpr
-):
-    STAGES: gl.constexpr = SHAPE[0]
+    DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, STAGES: gl.constexpr,
+    READERS: gl.constexpr,
+):  # fmt: skip
     ring = Ring(
         gl.allocate_shared_memory(DTYPE, SHAPE, LAYOUT),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
@@ -63,13 +93,14 @@ class Batch:
     block_table: gl.tensor
     seq_lens: gl.tensor
     query_start: gl.tensor
-    order: gl.tensor
+    items: gl.tensor
     draws: gl.tensor
     num_requests: gl.tensor
     num_tokens: gl.tensor
     decoded_len: gl.tensor
     window: gl.tensor
     table_stride: gl.tensor
+    section: gl.tensor  # head sets whose items are drawn together
     SETS: gl.constexpr  # head sets: KV heads, or query heads where a group is not packed
     PACK: gl.constexpr  # query heads packed as rows of an item
     GROUP: gl.constexpr
@@ -78,8 +109,9 @@ class Batch:
 
     @gluon.jit
     def find(self, index):
-        """The request that a row block belongs to, see `planner.order_rows`: (request, place of
-        the block in it, first new token, last + 1, KV length), in one trip to memory.
+        """The request that a row block or part of one belongs to, see `prefill_items.list_items`:
+        (request, place in it, first new token, last + 1, KV length, parts of each block, slots
+        before), in one trip to memory.
         """
         CHUNK: gl.constexpr = 128
         lane = gl.arange(0, CHUNK, layout=gl.BlockedLayout([4], [32], [1], [0]))
@@ -88,22 +120,28 @@ class Batch:
         start = index * 0
         end = index * 0
         kv_len = index * 0
+        parts = index * 0
+        slots = index * 0
         for first in range(0, self.num_requests + 1, CHUNK):
             r = first + lane
             real = r < self.num_requests
             any_real = r <= self.num_requests
-            begins = gl.load(self.order + r, mask=any_real, other=0)
+            begins = gl.load(self.items + ENTRY * r, mask=any_real, other=0)
+            each = gl.load(self.items + ENTRY * r + 1, mask=any_real, other=0)
+            before = gl.load(self.items + ENTRY * r + 2, mask=any_real, other=0)
             starts = gl.load(self.query_start + r, mask=any_real, other=self.num_tokens)
             ends = gl.load(self.query_start + r + 1, mask=real, other=self.num_tokens)
             lens = gl.load(self.seq_lens + r, mask=real, other=0)
-            blocks = self.blocks(r, ends - starts)
-            it = (begins <= index) & (index < begins + blocks)  # true for one request
+            count = self.blocks(r, ends - starts) * each
+            it = (begins <= index) & (index < begins + count)  # true for one request
             owner += gl.sum(gl.where(it, r, 0), 0)
             begin += gl.sum(gl.where(it, begins, 0), 0)
             start += gl.sum(gl.where(it, starts, 0), 0)
             end += gl.sum(gl.where(it, ends, 0), 0)
             kv_len += gl.sum(gl.where(it, lens, 0), 0)
-        return owner, index - begin, start, end, kv_len
+            parts += gl.sum(gl.where(it, each, 0), 0)
+            slots += gl.sum(gl.where(it, before, 0), 0)
+        return owner, index - begin, start, end, kv_len, parts, slots
 
     @gluon.jit
     def blocks(self, r, query_len):
@@ -112,63 +150,88 @@ class Batch:
         return gl.where((r < self.num_requests) & (query_len <= self.decoded_len), 0, blocks)
 
     @gluon.jit
+    def count(self):
+        """How many row blocks there are, each as often as it has parts."""
+        return gl.load(self.items + ENTRY * (self.num_requests + 1))
+
+    @gluon.jit
+    def split(self, item):
+        """(row block or part of one, head set) of an item. A section of head sets is done with
+        before the next begins, so that its keys and values stay in the L2.
+        """
+        blocks = self.count()
+        section = item // (blocks * self.section)
+        width = gl.minimum(self.section, self.SETS - section * self.section)
+        rest = item - section * blocks * self.section
+        return rest // width, section * self.section + rest % width
+
+    @gluon.jit
     def record(self, item):
         """The fields of an item as a vector. The last rows of a request see most keys: they go
         first, as do the requests with most KV.
         """
         TOKENS: gl.constexpr = ROWS // self.PACK
-        r, place, start, end, kv_len = self.find(item // self.SETS)
-        row_block = (end - start + TOKENS - 1) // TOKENS - 1 - place
+        index, head_set = self.split(item)
+        r, place, start, end, kv_len, parts, slots = self.find(index)
+        block = place // parts
+        part = place % parts
+        row_block = (end - start + TOKENS - 1) // TOKENS - 1 - block
         tokens = gl.minimum(end - start - row_block * TOKENS, TOKENS)
         position = kv_len - (end - start) + row_block * TOKENS
         first_tile = position * 0
         if self.HAS_WINDOW:
             first_tile = gl.maximum(position + 1 - self.window, 0) // TILE
-        end_tile = gl.maximum((position + tokens + TILE - 1) // TILE, first_tile + 1)
+        tiles = gl.maximum((position + tokens + TILE - 1) // TILE - first_tile, 1)
+        begin_tile = first_tile + part * tiles // parts
+        end_tile = first_tile + (part + 1) * tiles // parts
         row = gl.minimum(r, self.num_requests - 1)
         first_token = start + row_block * TOKENS
-        fields = (first_token, tokens, item % self.SETS, first_tile, end_tile, position, row)
+        slot = slots + (block * self.SETS + head_set) * parts + part
+        fields = (
+            first_token, tokens, head_set, begin_tile, end_tile, position, row, kv_len, parts, slot,
+        )  # fmt: skip
         lane = gl.arange(0, FIELDS, layout=gl.BlockedLayout([1], [32], [1], [0]))
-        record = gl.where(lane == 7, kv_len, 0)
-        for i in gl.static_range(7):
+        record = gl.where(lane == 10, part, 0)
+        for i in gl.static_range(10):
             record = gl.where(lane == i, fields[i], record)
         return record
 
 
 @gluon.jit
 def schedule(batch, records, PDL: gl.constexpr):
-    """Draw items and pass on their records; an empty record ends."""
+    """Draw items and pass on their records; an empty record ends.
+
+    The next item is drawn when both warpgroups have begun with this one. Drawn ahead, the items
+    would be dealt out in turn, long ones to programs that have a long one already.
+    """
     if PDL:
         gdc_launch_dependents()
-    stage = 0
-    phase = 1
+    phase = 0
     item = gl.program_id(0)
-    items = gl.load(batch.order + batch.num_requests + 1) * batch.SETS
+    items = batch.count() * batch.SETS
     while item < items:
-        record = batch.record(item)
-        mbarrier.wait(records.empty.index(stage), phase)
-        records.buffer.index(stage).store(record)
-        mbarrier.arrive(records.full.index(stage))
-        stage, phase = records.advance(stage, phase)
+        records.buffer.index(0).store(batch.record(item))
+        mbarrier.arrive(records.full.index(0))
+        mbarrier.wait(records.empty.index(0), phase)
+        phase = phase ^ 1
         if PDL:
             gdc_wait()  # the kernel ahead may draw from the same counter
         drawn = gl.atomic_add(batch.draws, 1, sem="relaxed")
         item = gl.num_programs(0) + drawn
         if drawn == items - 1:
             gl.store(batch.draws, 0)  # each program draws until it gets none: this was the last
-    mbarrier.wait(records.empty.index(stage), phase)
     lane = gl.arange(0, FIELDS, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    records.buffer.index(stage).store(lane * 0)
-    mbarrier.arrive(records.full.index(stage))
+    records.buffer.index(0).store(lane * 0)
+    mbarrier.arrive(records.full.index(0))
 
 
 @gluon.jit
-def read_record(records, stage, phase, WARPS: gl.constexpr):
+def read_record(records, phase, WARPS: gl.constexpr):
     """The next record, as a vector that every warp holds whole."""
-    records.wait_full(stage, phase)
+    records.wait_full(0, phase)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    record = records.buffer.index(stage).load(LAYOUT)
-    records.release(stage)
+    record = records.buffer.index(0).load(LAYOUT)
+    records.release(0)
     return record
 
 
@@ -179,13 +242,12 @@ def field(record, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_queries(q_ring, desc, token, head0, PACK: gl.constexpr, D: gl.constexpr):
-    bar = q_ring.full.index(0)
+def _fetch_queries(slots, turn, desc, token, head0, PACK: gl.constexpr, D: gl.constexpr):
+    slots.wait_empty(turn)
+    bar = slots.ring.full.index(turn & 1)
     mbarrier.expect(bar, ROWS * D * desc.dtype.primitive_bitwidth // 8)
     for c in gl.static_range(2):
-        target = q_ring.buffer.index(c)._reinterpret(
-            desc.dtype, [HALF // PACK, PACK, D], desc.layout
-        )
+        target = slots.half(turn, c)._reinterpret(desc.dtype, [HALF // PACK, PACK, D], desc.layout)
         at = [token + c * (HALF // PACK), head0, 0]
         tma.async_copy_global_to_shared(desc, at, bar, target)
 
@@ -210,45 +272,52 @@ def _fetch_tile(ring, stage, desc, rows, column, D: gl.constexpr):
 
 
 @gluon.jit
+def _box_rows(table, tile, low, high, nowhere, BOX: gl.constexpr, PER_BLOCK: gl.constexpr):
+    """Rows of the cache where the boxes of a tile begin, in the lanes of the warp; boxes outside
+    [low, high) lie past the cache.
+    """
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    box = tile * (TILE // BOX) + lane
+    here = (box >= low) & (box < high) & (lane < TILE // BOX)
+    block = gl.load(table + box // PER_BLOCK, mask=here, other=0)
+    return gl.where(here, (block * PER_BLOCK + box % PER_BLOCK) * BOX, nowhere)
+
+
+@gluon.jit
 def produce(
-    batch, records, ring, desc, q_ring, q_desc,
+    batch, records, ring, desc, slots, q_desc,
     D: gl.constexpr, WITH_Q: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Fetch the tiles of K, with the queries before them, or those of V."""
     BOX: gl.constexpr = desc.block_shape[0]
-    BOXES: gl.constexpr = TILE // BOX
     PER_BLOCK: gl.constexpr = batch.BLOCK_SIZE // BOX
-    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     nowhere = desc.shape[0]  # past the cache: TMA fills with zeros and reads nothing
     stage = 0
     phase = 1
-    q_phase = 1
-    slot = 0
-    slot_phase = 0
-    record = read_record(records, slot, slot_phase, 1)
-    slot, slot_phase = records.advance(slot, slot_phase)
-    if PDL:
-        gdc_wait()
+    turn = 0
+    record_phase = 0
+    record = read_record(records, record_phase, 1)
     while field(record, 1) > 0:
         first = field(record, 3)
         end = field(record, 4)
         head0 = field(record, 2) * batch.PACK
-        if WITH_Q:
-            mbarrier.wait(q_ring.empty.index(0), q_phase)
-            q_phase = q_phase ^ 1
-            _fetch_queries(q_ring, q_desc, field(record, 0), head0, batch.PACK, D)
         table = batch.block_table + field(record, 6).to(gl.int64) * batch.table_stride
         low = first * 0
         if batch.HAS_WINDOW:
             low = gl.maximum(field(record, 5) + 1 - batch.window, 0) // BOX
         high = (field(record, 7) + BOX - 1) // BOX
+        rows = _box_rows(table, end - 1, low, high, nowhere, BOX, PER_BLOCK)
+        if PDL:
+            # What was read so far was complete before the kernel ahead of this one began.
+            gdc_wait()
+        if WITH_Q:
+            _fetch_queries(slots, turn, q_desc, field(record, 0), head0, batch.PACK, D)
         for i in range(end - first):
-            box = (end - 1 - i) * BOXES + lane
-            here = (box >= low) & (box < high) & (lane < BOXES)
-            block = gl.load(table + box // PER_BLOCK, mask=here, other=0)
-            rows = gl.where(here, (block * PER_BLOCK + box % PER_BLOCK) * BOX, nowhere)
+            ahead = _box_rows(table, end - 2 - i, low, high, nowhere, BOX, PER_BLOCK)
             mbarrier.wait(ring.empty.index(stage), phase)
             _fetch_tile(ring, stage, desc, rows, head0 // batch.GROUP * D, D)
+            rows = ahead
             stage, phase = ring.advance(stage, phase)
-        record = read_record(records, slot, slot_phase, 1)
-        slot, slot_phase = records.advance(slot, slot_phase)
+        turn += 1
+        record_phase = record_phase ^ 1
+        record = read_record(records, record_phase, 1)

@@ -22,6 +22,7 @@ from torch import Tensor
 from billfish.errors import KernelArgumentError
 from billfish.kernels.gluon_compat import gluon_supported
 from billfish.kernels.paged_attention.metadata import AttentionMetadata
+from billfish.kernels.paged_attention.prefill_items import ENTRY, ROWS, list_items, packed_heads
 
 SEGMENT_CHARGE = 4
 """What the start and end of a request cost a program, in tiles."""
@@ -29,8 +30,7 @@ SEGMENT_CHARGE = 4
 BORDER: tl.constexpr = tl.constexpr(8)
 """Fields of a border, padded: the lengths save the kernel a round trip to memory."""
 
-PREFILL_ROWS = 128
-"""Packed query rows of an item of the Hopper prefill kernel."""
+HOPPER_HEAD_DIMS = (64, 128)
 
 _SPLITS_AT_ONCE = 8
 _REQUESTS_AT_ONCE = 256
@@ -126,53 +126,6 @@ def _plan_kernel(
     tl.store(border + 4, end, mask=split <= num_splits)
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_tokens", "decoded_len"])
-def _order_kernel(
-    seq_lens, query_start, order, num_requests, num_tokens, decoded_len,
-    PACK: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """order[r]: how many blocks of ROWS packed rows the requests with more KV than r have, for
-    r <= num_requests; the last stands for tokens of no request. order[num_requests + 1]: all.
-    """
-    mine = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    my_len = tl.load(seq_lens + mine, mask=mine < num_requests, other=-1)
-    before = tl.zeros([OWN], tl.int32)
-    total = 0
-    for start in range(0, num_requests + 1, CHUNK):
-        r = start + tl.arange(0, CHUNK)
-        real = r < num_requests
-        kv_len = tl.load(seq_lens + r, mask=real, other=-1)
-        first = tl.load(query_start + r, mask=r <= num_requests, other=num_tokens)
-        query_len = tl.load(query_start + r + 1, mask=real, other=num_tokens) - first
-        blocks = (query_len * PACK + ROWS - 1) // ROWS
-        blocks = tl.where(real & (query_len <= decoded_len), 0, blocks)
-        ahead = (kv_len[None, :] > my_len[:, None]) | (
-            (kv_len[None, :] == my_len[:, None]) & (r[None, :] < mine[:, None])
-        )
-        before += tl.sum(tl.where(ahead, blocks[None, :], 0), 1)
-        total += tl.sum(blocks, 0)
-    tl.store(order + mine, before, mask=mine <= num_requests)
-    if tl.program_id(0) == 0:
-        tl.store(order + num_requests + 1, total)
-
-
-def order_rows(
-    seq_lens: Tensor,
-    query_start: Tensor,
-    num_tokens: int,
-    decoded_len: int,
-    pack: int,
-    rows: int,
-    order: Tensor,
-) -> None:
-    """Fill order int32 [R + 2 or more] for the Hopper prefill kernel: see `_order_kernel`."""
-    num_requests = seq_lens.shape[0]
-    _order_kernel[(triton.cdiv(num_requests + 1, 8),)](
-        seq_lens, query_start, order, num_requests, num_tokens, decoded_len,
-        PACK=pack, ROWS=rows, OWN=8, CHUNK=_REQUESTS_AT_ONCE,
-    )  # fmt: skip
-
-
 class Scoring(NamedTuple):
     """What happens to the products of query and key: see `attend`."""
 
@@ -187,7 +140,10 @@ class Workspace(NamedTuple):
 
     borders int32 [P + 1, 8]; parts int32 [R, 2]; acc float32 [P, HKV, B, 2, ROWS, padded head
     dim]; sums float32 [P, HKV, B, 2, 2, ROWS]; arrivals int32 [R, HKV, B], 0 between launches.
-    For the Hopper prefill kernel: order int32 [R + 2]; draws int32 [1], 0 between launches.
+
+    For the Hopper prefill kernel, on M multiprocessors: items int32 [R + 2, 4], see
+    `prefill_items.list_items`; draws int32 [1] and split_arrivals int32 [M, 2], 0 between launches;
+    split_acc float32 [M, 128, head dim]; split_sums float32 [M, 2, 128].
     """
 
     borders: Tensor
@@ -195,8 +151,11 @@ class Workspace(NamedTuple):
     acc: Tensor
     sums: Tensor
     arrivals: Tensor
-    order: Tensor
+    items: Tensor
     draws: Tensor
+    split_acc: Tensor
+    split_sums: Tensor
+    split_arrivals: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,8 +165,9 @@ class DecodePlan:
     Requests with more than max_query_len new tokens are left to the prefill kernel. The workspace
     serves one launch at a time: use one plan a stream.
 
-    batch_invariant: no request is split, so that its result does not depend, to the bit, on the
-    requests beside it; a long context then keeps few multiprocessors busy.
+    batch_invariant: no request is split, neither here nor in prefill, so that its result does not
+    depend, to the bit, on the requests beside it; a long context then keeps few multiprocessors
+    busy.
     """
 
     num_heads: int
@@ -240,10 +200,13 @@ class DecodePlan:
         """
         padded_dim = triton.next_power_of_2(head_dim)
         packed = max_query_len * (num_heads // num_kv_heads)
+        device = torch.device(device)
+        sms = multiprocessors(device)
+        hopper = is_hopper(device)
         if num_programs is None:
-            hopper = is_hopper(torch.device(device)) and hopper_covers(head_dim, block_size, packed)
-            sms = torch.cuda.get_device_properties(device).multi_processor_count
-            num_programs = sms if hopper else 2 * sms
+            hopper_decodes = hopper and hopper_covers(head_dim, block_size, packed)
+            num_programs = sms if hopper_decodes else 2 * sms
+        sharers = sms if hopper and head_dim in HOPPER_HEAD_DIMS else 0
         rows = min(max(triton.next_power_of_2(packed), 16), 64 if padded_dim <= 128 else 32)
         row_blocks = triton.cdiv(packed, rows)
         splits = _round_splits(max(1, num_programs // (num_kv_heads * row_blocks)))
@@ -256,8 +219,11 @@ class DecodePlan:
             arrivals=torch.zeros(
                 max_requests, num_kv_heads, row_blocks, dtype=torch.int32, device=device
             ),
-            order=torch.empty(max_requests + 2, dtype=torch.int32, device=device),
+            items=torch.empty(max_requests + 2, ENTRY, dtype=torch.int32, device=device),
             draws=torch.zeros(1, dtype=torch.int32, device=device),
+            split_acc=torch.empty(sharers, ROWS, head_dim, dtype=torch.float32, device=device),
+            split_sums=torch.empty(sharers, 2, ROWS, dtype=torch.float32, device=device),
+            split_arrivals=torch.zeros(sharers, 2, dtype=torch.int32, device=device),
         )
         return cls(
             num_heads, num_kv_heads, head_dim, max_query_len, sliding_window, batch_invariant,
@@ -286,18 +252,25 @@ class DecodePlan:
         """
         self.split(metadata.seq_lens, metadata.query_start)
         if metadata.max_query_len > self.max_query_len:
-            lens, num_tokens = metadata.seq_lens, metadata.slot_mapping.shape[0]
-            order_rows(
-                lens, metadata.query_start, num_tokens,
-                short_limit(self.max_query_len, num_tokens, lens.shape[0], metadata.max_query_len),
-                packed_heads(self.num_heads // self.num_kv_heads), PREFILL_ROWS,
-                self.workspace.order,
-            )  # fmt: skip
+            self._list_items(metadata)
         # No count outlives a step that was broken off. Also, it puts a kernel between this plan
         # and the first decode kernel, which may read the plan before the one ahead has ended.
         self.workspace.arrivals.zero_()
         others = tuple(plan for plan in metadata.plans if not self._is_like(plan))
         return replace(metadata, plans=(*others, self))
+
+    def _list_items(self, metadata: AttentionMetadata) -> None:
+        """Fill `items` for a step with prefill."""
+        workspace, num_tokens = self.workspace, metadata.slot_mapping.shape[0]
+        requests, longest = metadata.seq_lens.shape[0], metadata.max_query_len
+        # A window bounds the keys of an item, so nothing is split there.
+        whole = self.batch_invariant or self.sliding_window is not None
+        list_items(
+            metadata.seq_lens, metadata.query_start, num_tokens,
+            short_limit(self.max_query_len, num_tokens, requests, longest),
+            self.num_heads, packed_heads(self.num_heads // self.num_kv_heads), workspace.items,
+            None if whole else workspace.split_arrivals,
+        )  # fmt: skip
 
     def _is_like(self, other: "DecodePlan") -> bool:
         def key(plan: DecodePlan) -> tuple:
@@ -326,13 +299,25 @@ class DecodePlan:
 @cache
 def is_hopper(device: torch.device) -> bool:
     """Whether the Gluon kernels for Hopper run on a device with the installed Triton."""
-    return gluon_supported() and torch.cuda.get_device_capability(device) == (9, 0)
+    return (
+        gluon_supported()
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 1 for a CPU, where kernels run in the interpreter."""
+    if device.type != "cuda":
+        return 1
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 def hopper_covers(head_dim: int, block_size: int, packed_rows: int) -> bool:
     """Whether `hopper_decode` has a kernel for such a cache and so many packed query rows."""
     blocks = block_size in (8, 16, 32) or block_size % 64 == 0
-    return head_dim in (64, 128) and blocks and packed_rows <= 16
+    return head_dim in HOPPER_HEAD_DIMS and blocks and packed_rows <= 16
 
 
 def short_limit(decode_len: int, num_tokens: int, num_requests: int, max_query_len: int) -> int:
@@ -341,11 +326,6 @@ def short_limit(decode_len: int, num_tokens: int, num_requests: int, max_query_l
     """
     all_long = max_query_len > decode_len and num_tokens == num_requests * max_query_len
     return 0 if all_long else decode_len
-
-
-def packed_heads(group: int) -> int:
-    """How many query heads the Hopper prefill kernel packs as rows of an item."""
-    return group if group & (group - 1) == 0 and group <= PREFILL_ROWS // 2 else 1
 
 
 def kv_tile(workspace: Workspace) -> int:

@@ -17,7 +17,7 @@ _PAIRS = 4
 def swap(src_cache: Tensor, dst_cache: Tensor, src_blocks: Tensor, dst_blocks: Tensor) -> None:
     """`swap_blocks` where one cache is on a GPU and the other in host memory or on a GPU.
 
-    Block ids int64 [P] on any device. With host memory that is not pinned the copy is staged and
+    Block ids int64 [P] on the CPU. With host memory that is not pinned the copy is staged and
     waits for the device. Arguments already validated.
     """
     if src_blocks.shape[0] == 0:
@@ -26,9 +26,16 @@ def swap(src_cache: Tensor, dst_cache: Tensor, src_blocks: Tensor, dst_blocks: T
     device = next(cache.device for cache in caches if cache.is_cuda)
     mapped = all(cache.device == device or cache.is_pinned() for cache in caches)
     if mapped and all(cache[0, 0, 0].is_contiguous() for cache in caches):
-        ids = (src_blocks.to(device), dst_blocks.to(device))
         with torch.cuda.device(device):
-            launch_copy(as_words(src_cache), as_words(dst_cache), *ids, _PAIRS)
+            ids = _on_device(src_blocks, dst_blocks, device)
+            launch_copy(as_words(src_cache), as_words(dst_cache), ids[0], ids[1], _PAIRS)
     else:
         staged = src_cache[:, :, src_blocks.to(src_cache.device)].to(dst_cache.device)
         dst_cache[:, :, dst_blocks.to(dst_cache.device)] = staged
+
+
+def _on_device(src_blocks: Tensor, dst_blocks: Tensor, device: torch.device) -> Tensor:
+    """Both [2, P], on their way: from pinned memory, so that the host does not wait."""
+    ids = torch.empty(2, src_blocks.shape[0], dtype=torch.int64, pin_memory=True)
+    ids[0], ids[1] = src_blocks, dst_blocks
+    return ids.to(device, non_blocking=True)

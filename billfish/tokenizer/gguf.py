@@ -18,6 +18,7 @@ from tokenizers.models import BPE
 from billfish.checkpoint.metadata import Metadata
 from billfish.errors import CheckpointError, shown
 from billfish.tokenizer.chat_template import ChatTemplate
+from billfish.tokenizer.library import word_ids
 from billfish.tokenizer.pretokenizers import WORD_RULES
 from billfish.tokenizer.sentencepiece import SPACE, SentencePieceBPE
 from billfish.tokenizer.tokenizer import Tokenizer, Vocabulary
@@ -117,7 +118,7 @@ def _byte_level(source: Metadata, texts: list[str], types: list[int]) -> _Built:
     tokenizer.pre_tokenizer = rules.cut()
 
     def encode_words(text: str) -> list[int]:
-        return tokenizer.encode(rules.normalize(text), add_special_tokens=False).ids
+        return word_ids(tokenizer, rules.normalize(text))
 
     return encode_words, [_alphabet_bytes(text) for text in texts], rules.add_bos
 

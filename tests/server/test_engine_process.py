@@ -7,7 +7,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,20 @@ def request(name: str = "a", prompt: str = "Hello", **options: Any) -> EngineReq
     )
 
 
+LOOP: ContextVar[Callable[[], asyncio.AbstractEventLoop] | None] = ContextVar("LOOP", default=None)
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def any_loop(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The server runs on uvloop, whose transports and processes differ in detail."""
+    factory = None
+    if request.param == "uvloop":
+        factory = pytest.importorskip("uvloop", reason="needs uvloop").new_event_loop
+    token = LOOP.set(factory)
+    yield
+    LOOP.reset(token)
+
+
 Test = Callable[[EngineClient, EngineSupervisor], Awaitable[None]]
 
 
@@ -77,7 +92,8 @@ def with_process(
             await client.close()
             assert pid is None or not alive(pid)
 
-    asyncio.run(run())
+    with asyncio.Runner(loop_factory=LOOP.get()) as runner:
+        runner.run(run())
 
 
 def alive(pid: int) -> bool:
@@ -118,6 +134,7 @@ async def idle(client: EngineClient) -> Snapshot:
 
 
 class TestServes:
+    @pytest.mark.usefixtures("any_loop")
     def test_what_came_out_is_what_was_said(self) -> None:
         async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
             outputs = await collect(client, request(n=2, logprobs=1))
@@ -204,6 +221,7 @@ class TestClientGone:
 
         with_process(test)
 
+    @pytest.mark.usefixtures("any_loop")
     def test_queued_and_not_streaming(self) -> None:
         async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
             # More than there are seats, so that most are queued.
@@ -224,6 +242,7 @@ class TestClientGone:
 
 
 class TestEngineDies:
+    @pytest.mark.usefixtures("any_loop")
     def test_killed_in_mid_stream(self) -> None:
         async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
             first = supervisor.pid
@@ -248,6 +267,7 @@ class TestEngineDies:
         with_process(test)
 
     @pytest.mark.parametrize("how", ["!exit", "!garbage", "!huge"])
+    @pytest.mark.usefixtures("any_loop")
     def test_other_deaths(self, how: str) -> None:
         async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
             neighbour = asyncio.ensure_future(
@@ -282,6 +302,7 @@ class TestEngineDies:
 
         with_process(test)
 
+    @pytest.mark.usefixtures("any_loop")
     def test_it_gives_up_and_says_why(self) -> None:
         async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
             with pytest.raises(EngineUnavailableError, match=r"status 3 .*3 times in a row"):
@@ -324,6 +345,7 @@ class TestEngineDies:
 
 
 class TestSigterm:
+    @pytest.mark.usefixtures("any_loop")
     def test_of_the_engine_lets_run_what_runs(self) -> None:
         async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
             first = supervisor.pid

@@ -133,6 +133,8 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "carried products": {"carry": False},
     "deep queue": {"stages": 2},
     "scale on sums": {"sum_scale": False},
+    "weights leave L2 first": {"stream_weights": False},
+    "X leaves L2 last": {"keep_x": False},
     "grouped raster": {"group_m": 1},
     "several blocks a multiprocessor": {"blocks_per_sm": 1, "grid_per_sm": 1},
 }

@@ -63,7 +63,12 @@ def candidates(m: int) -> list[HopperConfig]:
         forms.append(HopperConfig(rows=64, consumers=2, tile_m=256, stages=3, **large))
     if m <= 256:
         return forms + [replace(form, stream_k=False) for form in forms]
-    return [replace(form, group_m=group) for form in forms for group in (4, 8, 16)]
+    return [
+        replace(form, group_m=group, keep_x=keep)
+        for form in forms
+        for group in (4, 8, 16)
+        for keep in (True, False)
+    ]
 
 
 def compile_all(cases: Sequence[tuple[HopperConfig, int]], jobs: int) -> None:

@@ -4,6 +4,9 @@ Gluon is experimental and renames things from release to release. Kernels take t
 from here; on a release outside `SUPPORTED` the portable Triton kernels run instead.
 """
 
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, dataclass_transform
 
 import triton
@@ -57,6 +60,51 @@ if gluon_supported():
         meta = kernel.metadata.tensordesc_meta[index]
         dtype = _TMA_DTYPES[meta["elem_type"]]
         return cuda_driver.tensor_map(address, meta, dtype, shape, strides)
+
+    @contextmanager
+    def tma_cache_hints(kernel: str, policies: Mapping[int, str]) -> Iterator[None]:
+        """Within, the kernel of this name is compiled to load tiles under an L2 policy.
+
+        policies: "evict_first" or "evict_last" by the number of dimensions of the descriptor. The
+        copy engine's loads take a cache policy (PTX ISA, "cp.async.bulk.tensor"), but Gluon's do
+        not yet, so it is written into the PTX. It has to show in a constant of the kernel: Triton
+        caches what it compiles by that. A load of another form than expected stays as it is.
+        """
+
+        def hook(*arguments: Any) -> Any:
+            if not arguments:  # Triton 3.7 asks for what the hook adds to the key of its cache
+                return repr(policies), repr(policies)
+            stages = arguments[1]
+            make = stages["ptx"]
+            stages["ptx"] = lambda *given: _with_hints(make(*given), kernel, policies)
+            return before(*arguments) if before is not None else None
+
+        before = _knobs.runtime.add_stages_inspection_hook
+        _knobs.runtime.add_stages_inspection_hook = hook
+        try:
+            yield
+        finally:
+            _knobs.runtime.add_stages_inspection_hook = before
+
+    _TMA_LOAD = re.compile(
+        r"(@!?%p\d+ )?(cp\.async\.bulk\.tensor\.(\d)d\.[^ ;]*complete_tx::bytes)( [^;]*\]);"
+    )
+
+    def _with_hints(ptx: str, kernel: str, policies: Mapping[int, str]) -> str:
+        if f".entry {kernel}(" not in ptx:  # of another thread
+            return ptx
+
+        def hinted(load: re.Match[str]) -> str:
+            policy = policies.get(int(load[3]))
+            if policy is None:
+                return load[0]
+            return (
+                "{ .reg .b64 policy; "
+                f"createpolicy.fractional.L2::{policy}.b64 policy, 1.0; "
+                f"{load[1] or ''}{load[2]}.L2::cache_hint{load[4]}, policy; }}"
+            )
+
+        return _TMA_LOAD.sub(hinted, ptx)
 
     def launch_is_watched() -> bool:
         """Whether somebody (a profiler) asked Triton to be told of launches."""

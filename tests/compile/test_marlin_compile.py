@@ -1,6 +1,7 @@
 """Every shipped form of the GEMM kernels, compiled without a GPU, and its machine code read."""
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ pytest.importorskip("triton")
 import triton
 
 from billfish.kernels.cuda_driver import parameter_bytes
-from billfish.kernels.gluon_compat import gluon_supported
+from billfish.kernels.gluon_compat import gluon_supported, tma_cache_hints
 from billfish.kernels.marlin import configs, triton_gemm, tuning
 from billfish.kernels.marlin.configs import Gpu, HopperConfig, Product, TritonConfig
 from billfish.kernels.marlin.packing import unit_words
@@ -77,7 +78,7 @@ def compile_hopper(
     units = torch.empty(shape, dtype=torch.int32)
     memory = (y, y, y, torch.empty(4), torch.empty(4, dtype=torch.int32))
     arguments = (*hopper_launch.descriptors(plan, x, units), *memory, *plan.numbers)
-    with fake_device(90):
+    with fake_device(90), tma_cache_hints(w4a16_hopper.__name__, plan.cache_hints):
         kernel = w4a16_hopper.warmup(*arguments, **plan.constants, **plan.options, grid=(1,))
     assert parameter_bytes(kernel.asm["ptx"]) == [*hopper_launch.FIELDS, 8, 8]
     return machine_code(kernel), kernel.metadata.shared
@@ -105,7 +106,10 @@ def test_hopper_kernel(config, group_size, zero_point, dtype):
     assert config.blocks_per_sm * code.registers * 32 * (4 * config.consumers + 4) <= 65536
 
 
-@pytest.mark.parametrize("technique", ["overlap", "stream_k", "pdl", "carry", "sum_scale"])
+@pytest.mark.parametrize(
+    "technique",
+    ["overlap", "stream_k", "pdl", "carry", "sum_scale", "stream_weights", "keep_x"],
+)
 def test_techniques_can_be_switched_off(technique):
     """Each technique is a switch of the same kernel: turned around, it still compiles well."""
     base = {"rows": 64, "consumers": 2, "tile_m": 16, "stages": 4}
@@ -121,6 +125,11 @@ def test_techniques_can_be_switched_off(technique):
     if technique == "pdl":
         assert "ACQBULK" in codes[0].sass
         assert "ACQBULK" not in codes[1].sass
+    elif technique in ("stream_weights", "keep_x"):
+        dimensions = {"stream_weights": "4D", "keep_x": "2D"}[technique]
+        hinted = rf"UTMALDG\.{dimensions}.*desc\["
+        assert re.search(hinted, codes[0].sass)
+        assert not re.search(hinted, codes[1].sass)
     elif technique != "stream_k":  # the division of the work is the host's
         assert codes[0].sass != codes[1].sass
 

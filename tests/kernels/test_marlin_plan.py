@@ -128,6 +128,8 @@ def test_one_kernel_serves_whole_and_divided_tiles(monkeypatch):
     seen = []
 
     class Kernel:
+        __name__ = "a kernel"
+
         def __getitem__(self, grid):
             return lambda *arguments, **constants: seen.append((arguments, constants))
 

@@ -39,7 +39,8 @@ class HopperConfig:
     for which a multiprocessor has room. grid_per_sm: how many of them are launched; the room left
     over is for the blocks of the next kernel, which fill their queues early (pdl). carry: the last
     product of a stage runs on while the next stage is dequantized; only where the scale is applied
-    to fragments. group_m: token blocks of a raster group, where M > tile_m.
+    to fragments. group_m: token blocks of a raster group, where M > tile_m. stream_weights, keep_x:
+    weights leave the L2 cache first, and X last.
     """
 
     rows: int
@@ -54,6 +55,8 @@ class HopperConfig:
     stream_k: bool = True
     pdl: bool = True
     group_m: int = 8
+    stream_weights: bool = True
+    keep_x: bool = True
 
     @property
     def tile_n(self) -> int:
@@ -129,7 +132,7 @@ def _by_rule(m: int, units: tuple[int, ...], processors: int) -> HopperConfig:
         )  # fmt: skip
     if m <= 64:
         if megabytes > 0.3:
-            return HopperConfig(rows=64, consumers=4, tile_m=64, stages=5)
+            return HopperConfig(rows=64, consumers=4, tile_m=64, stages=5, sum_scale=False)
         return HopperConfig(rows=64, consumers=2, tile_m=64, stages=4, sum_scale=False, carry=True)
     tiles = -(-blocks // 2) * -(-m // 256)
     waves = -(-tiles // processors)

@@ -14,6 +14,8 @@ weights never touch shared memory; X is the B operand. The techniques, each a co
   drains. Everything but the weights is waited for, so the kernel before must not write them (an
   ordinary kernel may: this one starts when it has ended).
 - Grouped raster (`GROUP_M`): tiles that run at the same time share rows of W and X in L2.
+- L2 policies: weights leave the cache first (`STREAM_WEIGHTS`), X last (`KEEP_X`). The text of the
+  kernel does not show them: hopper_plan.cache_hints asks the compiler for them.
 
 A bias, a gated activation and a residual may follow, on the fp32 sums (configs.Product). The scale
 is applied to fp32 sums of one group (`SUM_SCALE`, groups of 128) or to the fragments.
@@ -309,7 +311,8 @@ def w4a16_hopper(
     ROWS: gl.constexpr, CONSUMERS: gl.constexpr, TILE_M: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr, ZEROS: gl.constexpr, SUM_SCALE: gl.constexpr, OVERLAP: gl.constexpr,
     CARRY: gl.constexpr, PDL: gl.constexpr, GROUP_M: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, SILU_MUL: gl.constexpr, ASM: gl.constexpr, REGS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, SILU_MUL: gl.constexpr, STREAM_WEIGHTS: gl.constexpr,
+    KEEP_X: gl.constexpr, ASM: gl.constexpr, REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     """The kernel; its launcher is hopper_launch.launch, its arguments are explained there."""

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from billfish.kernels.cuda_driver import MAP_BYTES, CannotPrepare, Chunk, PreparedLaunch
-from billfish.kernels.gluon_compat import launch_is_watched, tensor_map
+from billfish.kernels.gluon_compat import launch_is_watched, tensor_map, tma_cache_hints
 from billfish.kernels.marlin.configs import HopperConfig, Product
 from billfish.kernels.marlin.hopper_gemm import w4a16_hopper
 from billfish.kernels.marlin.hopper_plan import Plan, plan
@@ -154,7 +154,8 @@ def _aligned(added: Tensor) -> Tensor:
 
 def _launch_by_triton(p: Plan, x: Tensor, units: Tensor, memory: tuple[Tensor, ...]) -> None:
     arguments = (*descriptors(p, x, units), *memory, *p.numbers)
-    kernel = w4a16_hopper[(p.division.blocks,)](*arguments, **p.constants, **p.options)
+    with tma_cache_hints(w4a16_hopper.__name__, p.cache_hints):
+        kernel = w4a16_hopper[(p.division.blocks,)](*arguments, **p.constants, **p.options)
     key = (p.kernel_key, x.device.index)
     if key not in _launchers:
         try:

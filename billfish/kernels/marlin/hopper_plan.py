@@ -134,11 +134,19 @@ class Plan:
             "HAS_BIAS": self.has_bias,
             "HAS_RESIDUAL": self.has_residual,
             "SILU_MUL": self.silu_mul,
+            "STREAM_WEIGHTS": config.stream_weights,
+            "KEEP_X": config.keep_x,
             "ASM": dequant.assembly("bf16" if self.dtype == torch.bfloat16 else "f16", mode),
             "REGS": dequant.constraints(mode),
             "PRODUCER_REGS": producer,
             "CONSUMER_REGS": consumer,
         }
+
+    @cached_property
+    def cache_hints(self) -> dict[int, str]:
+        """L2 policies, for `gluon_compat.tma_cache_hints`: units have 4 dimensions, X has 2."""
+        hints = {4: "evict_first"} if self.config.stream_weights else {}
+        return hints | ({2: "evict_last"} if self.config.keep_x else {})
 
     @cached_property
     def options(self) -> dict[str, Any]:

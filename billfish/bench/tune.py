@@ -3,13 +3,15 @@
     billfish bench tune [--shapes 4096x4096,...] [--rows 1,8,...] [--out FILE]
 
 Every configuration that might do well is timed as in `billfish bench gemm`, beside the one by
-rules; a row is kept where the fastest beats that one by more than --gain. Without --out the table
+rules; a row is kept where the fastest beats that one by more than --gain. Rows that the table has
+for other shapes and numbers of tokens stay. Without --out the table
 is the one that the installed package reads (kernels/marlin/tuned/), so the next process uses it.
 Shapes are tuned with fp16 and groups of 128 and serve every dtype and kind of weight.
 """
 
 import argparse
 import itertools
+import json
 import multiprocessing
 import sys
 from collections.abc import Sequence
@@ -53,10 +55,8 @@ def candidates(m: int) -> list[HopperConfig]:
         HopperConfig(rows=64, consumers=2, tile_m=64, stages=4, carry=True, **large),
     ]
     if m > 64:
-        forms += [
-            HopperConfig(rows=64, consumers=2, tile_m=128, stages=4, carry=carry, **large)
-            for carry in (False, True)
-        ]
+        form = HopperConfig(rows=64, consumers=2, tile_m=128, stages=4, carry=True, **large)
+        forms += [form] if m > 256 else [form, replace(form, carry=False)]
         forms.append(HopperConfig(rows=128, consumers=2, tile_m=128, stages=4, **large))
     if m > 128:
         forms = [form for form in forms if form.tile_m > 64 or m <= 256]
@@ -66,7 +66,7 @@ def candidates(m: int) -> list[HopperConfig]:
     return [
         replace(form, group_m=group, keep_x=keep)
         for form in forms
-        for group in (4, 8, 16)
+        for group in (8, 16)
         for keep in (True, False)
     ]
 
@@ -154,8 +154,17 @@ def main(arguments: list[str]) -> None:
     found = [tune((n, k), rows, gpu, options.gain) for n, k in shapes]
     out = Path(options.out) if options.out else tuning.table_path(gpu.name)
     out.parent.mkdir(exist_ok=True)
+    tuned = set(itertools.product(shapes, rows))
+    kept = [
+        row
+        for row in (json.loads(out.read_text())["rows"] if out.exists() else [])
+        if ((row["n"], row["k"]), row["m"]) not in tuned
+    ]
+    table = sorted(
+        [*kept, *itertools.chain(*found)], key=lambda row: (row["n"], row["k"], row["m"])
+    )
     head = record.environment("billfish bench tune " + " ".join(arguments))
-    record.write(str(out), head, list(itertools.chain(*found)))
+    record.write(str(out), head, table)
     print(f"wrote {out}")
 
 

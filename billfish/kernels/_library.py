@@ -2,8 +2,8 @@
 
 `Library.define/impl` costs a fraction of what the `custom_op` decorator costs a call. The
 dispatcher picks the implementation by device; under `torch.compile` and in `FakeTensorMode` it
-takes the fake one. A small model on a CPU makes hundreds of calls a step, each of about the
-dispatcher's own cost, so plain CPU tensors in inference go to the implementation directly.
+takes the fake one. A small model makes hundreds of calls a step, each of about the dispatcher's own
+cost on the host, so plain tensors in inference go to the implementation directly.
 """
 
 from collections.abc import Callable
@@ -37,18 +37,29 @@ def register(
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, cpu, "CPU")
-    _LIBRARY.impl(name, _imported(gpu, name) if gpu else _no_gpu_kernel(name), "CUDA")
+    cuda = _imported(gpu, name) if gpu else _no_gpu_kernel(name)
+    _LIBRARY.impl(name, cuda, "CUDA")
     _torch_library.register_fake(f"billfish::{name}", fake, lib=_LIBRARY)
     op: Callable[..., Any] = getattr(torch.ops.billfish, name).default
 
     def call(first: torch.Tensor, *arguments: Any) -> Any:
-        return cpu(first, *arguments) if is_plain_cpu(first) else op(first, *arguments)
+        if _is_plain(first):
+            if first.is_cpu:
+                return cpu(first, *arguments)
+            if first.is_cuda:
+                return cuda(first, *arguments)
+        return op(first, *arguments)
 
     return call
 
 
 def is_plain_cpu(tensor: torch.Tensor) -> bool:
-    """Whether nobody but a CPU implementation has to see a call with this tensor.
+    """Whether nobody but a CPU implementation has to see a call with this tensor."""
+    return tensor.is_cpu and _is_plain(tensor)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether nobody but an implementation has to see a call with this tensor.
 
     That is in inference, outside torch.compile and any dispatch mode (fake tensors, profilers of
     operations, tests), for tensors of no subclass.
@@ -58,14 +69,17 @@ def is_plain_cpu(tensor: torch.Tensor) -> bool:
         or torch.is_grad_enabled()
         or torch._C._len_torch_dispatch_stack()
         or type(tensor) is not torch.Tensor
-        or not tensor.is_cpu
         or torch._C._is_tracing()
     )
 
 
 def _imported(module: str, name: str) -> Callable[..., Any]:
+    found: list[Callable[..., Any]] = []
+
     def run(*arguments: Any) -> Any:
-        return getattr(import_module(module), name)(*arguments)
+        if not found:
+            found.append(getattr(import_module(module), name))
+        return found[0](*arguments)
 
     return run
 

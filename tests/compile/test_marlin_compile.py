@@ -35,7 +35,7 @@ KINDS = tuple(itertools.product((128, 64, 32, 16), ("symmetric", "integer", "off
 # Bytes that the assembler may spill, by (rows, consumers, tile_m); the larger figure is that of
 # Triton 3.7's assembler. These kernels trade a few registers for another block or for two more
 # consumers a multiprocessor, or for the widest tile, and were the fastest on an H200 for all that.
-SPILLS = {(128, 1, 16): 20, (64, 2, 32): 8, (64, 4, 64): 288, (64, 2, 256): 48}
+SPILLS = {(128, 1, 16): 20, (64, 2, 32): 8, (64, 2, 256): 48, (128, 2, 128): 16}
 
 
 def units_for(n, k, group_size, zero_point):
@@ -43,7 +43,10 @@ def units_for(n, k, group_size, zero_point):
 
 
 def shipped_configs() -> list[HopperConfig]:
-    """Every kernel that a table or the rules choose for some shape; the grid is no part of it."""
+    """Every kernel that a table or the rules choose for some shape.
+
+    The grid is no part of a kernel, and raster order and L2 policies hardly change it.
+    """
     shapes = [(64, 128), (4096, 4096), (4096, 14336), (28672, 4096), (8192, 28672), (57344, 8192)]
     rows = [*tuning.ROWS, 200, 500, 8192]
     ways = ((H200, False), (OTHER, False), (OTHER, True))
@@ -51,7 +54,8 @@ def shipped_configs() -> list[HopperConfig]:
         configs.hopper_config(m, units_for(n, k, 128, "symmetric"), gpu, batch_invariant)
         for (gpu, batch_invariant), m, (n, k) in itertools.product(ways, rows, shapes)
     )
-    return list(dict.fromkeys(replace(config, grid_per_sm=1, stream_k=True) for config in chosen))
+    same = {"grid_per_sm": 1, "stream_k": True, "group_m": 8, "keep_x": True}
+    return list(dict.fromkeys(replace(config, **same) for config in chosen))
 
 
 def cases():
@@ -86,7 +90,7 @@ def compile_hopper(
 
 def test_heuristic_is_one_of_few():
     """The shipped set stays small enough to compile and to test all of it."""
-    assert 5 <= len(shipped_configs()) <= 16
+    assert 5 <= len(shipped_configs()) <= 18
 
 
 @pytest.mark.parametrize(("config", "group_size", "zero_point", "dtype"), list(cases()))

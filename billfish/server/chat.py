@@ -14,12 +14,16 @@ from billfish.server.tool_parsers import Arguments, CallStart, Event, Text
 from billfish.server.tools import ANY_OBJECT, ToolFormat, constraint, offered
 from billfish.structured_output import StructuredOutput
 
-RENAMED = {
-    "structured": "response_format",
-    "text": "messages",
-    "prompt_token_ids": "messages",
-    "logprobs": "top_logprobs",
-}
+
+def renamed(request: ChatRequest) -> dict[str, str]:
+    """Fields of the request, by the names of the parameters that are made from them."""
+    form = "response_format" if request.response_format is not None else "tools"
+    return {
+        "structured": "structured_outputs" if request.structured_outputs is not None else form,
+        "text": "messages",
+        "prompt_token_ids": "messages",
+        "logprobs": "top_logprobs",
+    }
 
 
 def sampling(request: ChatRequest, model: ModelInfo, form: ToolFormat | None) -> SamplingParams:

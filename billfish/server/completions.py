@@ -18,8 +18,13 @@ from billfish.server.streaming import encode, event
 from billfish.structured_output import StructuredOutput
 from billfish.tokenizer import Tokenizer
 
-RENAMED = {"structured": "structured_outputs", "text": "prompt", "prompt_token_ids": "prompt"}
 DEFAULT_MAX_TOKENS = 16
+
+
+def renamed(request: CompletionRequest) -> dict[str, str]:
+    """Fields of the request, by the names of the parameters that are made from them."""
+    form = "structured_outputs" if request.structured_outputs is not None else "response_format"
+    return {"structured": form, "text": "prompt", "prompt_token_ids": "prompt"}
 
 
 def sampling(request: CompletionRequest, model: ModelInfo) -> SamplingParams:

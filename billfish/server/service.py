@@ -63,7 +63,7 @@ class Service:
                 request.receive, self._start_chat(info, body, sampling)
             )
         except BillfishError as error:
-            raise from_error(error, chat.RENAMED) from error
+            raise from_error(error, chat.renamed(body)) from error
         reply = chat.ChatReply(
             body,
             generation,
@@ -100,7 +100,7 @@ class Service:
         try:
             generation = await while_connected(request.receive, start())
         except BillfishError as error:
-            raise from_error(error, completions.RENAMED) from error
+            raise from_error(error, completions.renamed(body)) from error
         reply = completions.CompletionReply(
             body,
             generation,

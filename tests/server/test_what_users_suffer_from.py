@@ -1,0 +1,391 @@
+"""What users of other servers have reported again and again, each a test."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from billfish.config import SchedulerConfig
+from billfish.engine.plan import NOT_FINITE
+from billfish.server.fake_engine import FakeEngine
+from tests.server.conftest import chat
+from tests.server.live import LiveServer, live
+
+REPLY = "Hello! I am a fake model, and this is all I say. 🐟"
+
+
+def endless(**options) -> FakeEngine:
+    """An engine whose answers end at max_tokens only."""
+    return FakeEngine("", max_model_len=100_000, num_blocks=10_000, **options)
+
+
+def post(server: LiveServer, **options) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/chat/completions", json=chat(**options), timeout=60)
+
+
+BAD = [
+    {"logit_bias": {"999999": 1}},
+    {"stop_token_ids": [999_999]},
+    {"allowed_token_ids": list(range(1025))},
+    {"allowed_token_ids": [999_999]},
+    {"bad_words": ["\ud83d"[:0] or "x" * 300]},
+    {"n": -1},
+    {"messages": []},
+    {"min_tokens": 99_999},
+    {"structured_outputs": {"regex": "("}, "ignore_eos": True},
+]
+
+
+def test_a_bad_request_neither_kills_the_engine_nor_changes_its_neighbours():
+    """vllm #16529, #54196, #55164, #7283."""
+    with live() as server:
+        alone = post(server, text="a neighbour").json()["choices"]
+        results = []
+        server.call(server.engine.pause)
+        neighbour = threading.Thread(
+            target=lambda: results.append(post(server, text="a neighbour").json()["choices"])
+        )
+        neighbour.start()
+        server.call(server.engine.resume)
+        for bad in BAD:
+            assert post(server, **bad).status_code == 400, bad
+        completions = f"{server.url}/v1/completions"
+        for prompt in ("", [], [-1], [999_999], [[]], [5, None]):
+            answer = httpx.post(completions, json={"model": "fake", "prompt": prompt})
+            assert answer.status_code == 400, prompt
+        neighbour.join(60)
+        assert results == [alone]
+        assert httpx.get(f"{server.url}/health").json()["restarts"] == 0
+        server.wait_idle()
+
+
+def test_echo_with_no_tokens():
+    with live() as server:
+        body = {"model": "fake", "prompt": "abc", "echo": True, "max_tokens": 0}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body).json()
+        assert answer["choices"][0]["text"] == "abc"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("state", ["running", "queued"])
+def test_when_the_client_goes_its_blocks_come_back(stream, state):
+    """vllm #9428, #54947."""
+    scheduler = SchedulerConfig(max_num_seqs=1)
+    with live(lambda: endless(scheduler=scheduler)) as server:
+        clients = [begin(server, stream) for _ in range(1 if state == "running" else 2)]
+        wait_for(server, "waiting" if state == "queued" else "running")
+        for client in reversed(clients):  # the queued one first
+            client.close()
+        server.wait_idle()
+
+
+def begin(server: LiveServer, stream: bool) -> socket.socket:
+    """A connection with a request that has no end."""
+    body = json.dumps(chat(stream=stream)).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def wait_for(server: LiveServer, count: str) -> None:
+    end = time.monotonic() + 30
+    while not getattr(server.call(server.engine.stats).counters, count):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_when_the_client_goes_during_tokenization_nothing_is_started():
+    with live(endless) as server:
+        started, go = threading.Event(), threading.Event()
+        real = server.engine.tokenizer.encode_chat
+
+        def slow(*args, **kwargs):
+            started.set()
+            go.wait(30)
+            return real(*args, **kwargs)
+
+        server.engine.tokenizer.encode_chat = slow
+        client = begin(server, True)
+        assert started.wait(30)
+        client.close()
+        go.set()
+        server.wait_idle()
+        assert server.call(server.engine.stats).counters.steps == 0
+
+
+def test_emoji_across_tokens_and_no_half_characters():
+    """vllm #48853: every chunk is whole characters, and together they are the text."""
+    with live(lambda: FakeEngine("a🐟é\u200d👩\u200d🚀 ẞ 漢字 end")) as server:
+        body = chat(stream=True)
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body) as answer:
+            chunks = deltas(answer)
+        assert "\ufffd" not in "".join(chunks)
+        assert "".join(chunks) == "a🐟é\u200d👩\u200d🚀 ẞ 漢字 end"
+
+
+def deltas(answer: httpx.Response) -> list[str]:
+    events = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]
+    choices = [json.loads(event)["choices"][0] for event in events]
+    return [choice["delta"].get("content") or "" for choice in choices]
+
+
+def test_a_text_that_ends_in_half_a_character():
+    with live(lambda: FakeEngine("ab🐟")) as server:
+        for stream in (False, True):
+            url = f"{server.url}/v1/chat/completions"
+            with httpx.stream("POST", url, json=chat(max_tokens=4, stream=stream)) as answer:
+                if stream:
+                    text = "".join(deltas(answer))
+                else:
+                    text = json.loads(answer.read())["choices"][0]["message"]["content"]
+            assert text == "ab\ufffd"
+
+
+def test_a_partial_stop_string_is_neither_leaked_nor_lost():
+    """vllm #3574."""
+    with live(lambda: FakeEngine("one END two EN")) as server:
+        for stop, expected in ((["END"], "one "), (["ENDE"], "one END two EN"), (["N"], "one E")):
+            url = f"{server.url}/v1/chat/completions"
+            with httpx.stream("POST", url, json=chat(stop=stop, stream=True)) as answer:
+                seen = ""
+                for part in deltas(answer):
+                    seen += part
+                    assert expected.startswith(seen)
+            assert seen == expected
+            assert post(server, stop=stop).json()["choices"][0]["message"]["content"] == expected
+
+
+def test_a_cache_hit_does_not_change_the_answer():
+    """vllm #5543, #22808, #13105: nor does it break log-probabilities of the prompt."""
+    with live() as server:
+        body = {"model": "fake", "prompt": "the same prompt " * 20, "logprobs": 2, "echo": True}
+        first, second = (
+            httpx.post(f"{server.url}/v1/completions", json=body).json() for _ in range(2)
+        )
+        assert first["choices"] == second["choices"]
+
+
+def test_health_tells_the_truth():
+    """sglang #6624, #22511: not yes while dead, nor no while busy."""
+    scheduler = SchedulerConfig(max_num_seqs=1)
+    with live(lambda: endless(scheduler=scheduler, start_by_hand=True)) as server:
+        url = f"{server.url}/health"
+
+        def health() -> tuple[int, str]:
+            answer = httpx.get(url)
+            return answer.status_code, answer.json()["status"]
+
+        assert health() == (503, "starting")
+        refused = post(server)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "engine_starting"
+        assert "retry-after" in refused.headers
+        assert httpx.get(f"{server.url}/v1/models").status_code == 503
+        server.call(server.engine.revive)
+        assert health() == (200, "ready")
+        clients = [begin(server, True) for _ in range(2)]
+        wait_for(server, "waiting")
+        assert health() == (200, "busy")
+        server.call(server.engine.die)
+        assert health() == (503, "dead")
+        assert "SIGKILL" not in httpx.get(url).text
+        assert post(server).json()["error"]["code"] == "engine_dead"
+        server.call(server.engine.revive)
+        assert health()[0] == 200
+        assert post(server, max_tokens=3).status_code == 200
+        for client in clients:
+            client.close()
+
+
+def test_when_the_engine_dies_in_mid_stream_the_client_is_told():
+    with live(endless) as server:
+        url = f"{server.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=chat(stream=True), timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.call(server.engine.die)
+            rest = [line for line in lines if line]
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "engine_died"
+        assert "data: [DONE]" not in rest  # what came is not the whole answer
+
+
+def test_when_the_engine_dies_a_request_that_does_not_stream_gets_500():
+    with live(endless) as server:
+        results = []
+        client = threading.Thread(target=lambda: results.append(post(server)))
+        client.start()
+        wait_for(server, "running")
+        server.call(server.engine.die)
+        client.join(60)
+        assert results[0].status_code == 500
+        assert results[0].json()["error"]["code"] == "engine_died"
+
+
+def test_a_full_queue_is_told_with_429():
+    scheduler = SchedulerConfig(max_num_seqs=1, max_waiting=2)
+    with live(lambda: endless(scheduler=scheduler)) as server:
+        clients = [begin(server, True)]
+        wait_for(server, "running")
+        clients += [begin(server, True) for _ in range(2)]
+        end = time.monotonic() + 30
+        while server.call(server.engine.stats).counters.waiting < 2:
+            assert time.monotonic() < end
+        answer = post(server)
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) >= 1
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+        for client in clients:
+            client.close()
+        server.wait_idle()
+        assert post(server, max_tokens=2).status_code == 200
+
+
+def test_health_answers_at_once_during_a_huge_prompt():
+    """vllm #24910: a long prompt is cut into tokens elsewhere than where requests are answered."""
+    with live() as server:
+        busy, go = threading.Event(), threading.Event()
+        real = server.engine.tokenizer.encode
+
+        def slow(*args, **kwargs):
+            busy.set()
+            assert go.wait(30)
+            return real(*args, **kwargs)
+
+        server.engine.tokenizer.encode = slow
+        body = {"model": "fake", "prompt": "x" * 4000}
+        results = []
+        url = f"{server.url}/v1/completions"
+        client = threading.Thread(
+            target=lambda: results.append(httpx.post(url, json=body, timeout=60).status_code)
+        )
+        client.start()
+        assert busy.wait(30)
+        assert httpx.get(f"{server.url}/health").json()["status"] == "ready"
+        go.set()
+        client.join(60)
+        assert results == [200]
+
+
+def test_a_prompt_of_a_megabyte_is_refused_without_tokenizing_it():
+    with live() as server:
+        server.engine.tokenizer.encode = None  # nobody calls it
+        body = {"model": "fake", "prompt": "x" * (1 << 20)}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body)
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_request_that_can_never_fit_gets_numbers():
+    """vllm #2248: what was asked, what there is."""
+    with live() as server:
+        body = {"model": "fake", "prompt": "x" * 3000, "max_tokens": 2000}
+        message = httpx.post(f"{server.url}/v1/completions", json=body).json()["error"]["message"]
+        for number in ("3000", "2000", "4096"):
+            assert number in message
+
+
+def test_defaults_of_the_checkpoint_are_shown_and_requests_win():
+    """vllm #15241: generation_config silently overriding."""
+
+    def engine() -> FakeEngine:
+        fake = FakeEngine()
+        model = fake._local._model
+        options = {"temperature": 0.3, "top_k": 7}
+        fake._local._model = type(model)(
+            **{name: getattr(model, name) for name in model.__struct_fields__}
+            | {"default_sampling": options}
+        )
+        return fake
+
+    with live(engine) as server:
+        card = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+        assert card["default_sampling"] == {"temperature": 0.3, "top_k": 7}
+        seen = []
+        server.engine.executor.on_step = lambda plan: seen.extend(plan.admitted)
+        post(server, temperature=1.0)
+        post(server)
+        assert [(each.sampling.temperature, each.sampling.top_k) for each in seen] == [
+            (1.0, 7), (0.3, 7),
+        ]  # fmt: skip
+
+
+def test_a_failed_sample_is_an_error_not_an_answer():
+    def engine() -> FakeEngine:
+        fake = FakeEngine()
+        real = fake.executor.execute
+
+        def broken(plan):
+            result = real(plan)
+            result.failed = dict.fromkeys(result.token_ids, NOT_FINITE)
+            result.token_ids = {}
+            return result
+
+        fake.executor.execute = broken
+        return fake
+
+    with live(engine) as server:
+        answer = post(server)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "server_error"
+        server.wait_idle()
+
+
+def test_sigterm_lets_running_requests_end_and_takes_no_new_ones():
+    with live(lambda: FakeEngine("x" * 3000)) as server:
+        results = []
+        client = threading.Thread(target=lambda: results.append(post(server)))
+        client.start()
+        wait_for(server, "running")
+        server.stop()
+        client.join(60)
+        assert results[0].status_code == 200
+        assert len(results[0].json()["choices"][0]["message"]["content"]) == 3000
+        with pytest.raises(httpx.ConnectError):
+            post(server)
+
+
+def test_what_still_runs_at_the_deadline_is_told():
+    with live(endless, shutdown_seconds=0.2) as server:
+        url = f"{server.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=chat(stream=True), timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            stopping = threading.Thread(target=server.stop)
+            stopping.start()
+            rest = [line for line in lines if line]
+        stopping.join(60)
+        assert "error" in json.loads(rest[-1].removeprefix("data: "))
+
+
+def test_a_hundred_requests_leave_nothing_behind():
+    """vllm #28726, #44175; sglang #6888, #11970: whatever way they end."""
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        body = chat(f"request {number}", stream=number % 2 == 0, n=1 + number % 3)
+        if number % 5 == 0:
+            body["stop"] = "model"
+        if number % 7 == 0:
+            body["temperature"] = "hot"
+        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            if number % 3 == 0:
+                async for _ in answer.aiter_raw():
+                    break
+            else:
+                await answer.aread()
+
+    async def main(url: str) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            await asyncio.gather(*(one(client, number) for number in range(100)))
+
+    with live() as server:
+        asyncio.run(main(server.url))
+        server.wait_idle()
+        assert not server.engine._streams
+        assert server.engine._open == 0

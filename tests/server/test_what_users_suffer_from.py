@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from billfish.config import SchedulerConfig
-from billfish.engine.plan import NOT_FINITE
+from billfish.engine.plan import NOT_FINITE, StepResult
 from billfish.server.fake_engine import FakeEngine
 from tests.server.conftest import chat
 from tests.server.live import LiveServer, live
@@ -323,9 +323,7 @@ def test_a_failed_sample_is_an_error_not_an_answer():
 
         def broken(plan):
             result = real(plan)
-            result.failed = dict.fromkeys(result.token_ids, NOT_FINITE)
-            result.token_ids = {}
-            return result
+            return StepResult(plan.step, failed=dict.fromkeys(result.token_ids, NOT_FINITE))
 
         fake.executor.execute = broken
         return fake

@@ -181,16 +181,23 @@ def command(
 def _serve(
     settings: "ServerSettings", config: EngineConfig, seed: int | None, log_level: str
 ) -> None:
-    from billfish.server import access_log, run
+    from billfish.server import logs, run
     from billfish.server.engine_client import EngineClient
     from billfish.server.load_tokenizer import load_tokenizer
     from billfish.server.messages import Launch
     from billfish.server.supervisor import EngineSupervisor
 
-    access_log.configure(settings.log_format, logging.getLevelName(log_level.upper()))
+    level = logging.getLevelName(log_level.upper())
+    logs.configure(settings.log_format, level)
     # Before the model is loaded: a port in use is told at once.
     listener = run.bind(settings.host, settings.port)
-    launch = Launch(config=config, seed=seed, drain_seconds=settings.shutdown_seconds)
+    launch = Launch(
+        config=config,
+        seed=seed,
+        drain_seconds=settings.shutdown_seconds,
+        log_format=settings.log_format,
+        log_level=level,
+    )
     engine = EngineClient(
         EngineSupervisor(launch),
         lambda: load_tokenizer(config.model),

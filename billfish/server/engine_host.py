@@ -1,14 +1,16 @@
 """The engine as the messages see it: what they ask of it, and what it has to say."""
 
 import logging
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from billfish.engine import Engine, RequestOutput
 from billfish.errors import (
     BillfishError,
+    CapacityError,
     EngineUnavailableError,
     InvalidRequestError,
     QueueFullError,
@@ -27,6 +29,7 @@ from billfish.server.messages import (
     Outputs,
     Problem,
     Snapshot,
+    StepRecord,
     Submit,
     ToEngine,
 )
@@ -35,6 +38,10 @@ from billfish.structured_output import StructuredOutput
 logger = logging.getLogger(__name__)
 
 RECENT_TTFTS = 256
+RATE_SECONDS = 5.0
+"""Over which tokens per second are told."""
+MAX_PROMPT_LOGPROBS = 1 << 22
+"""Log-probabilities of a request's prompt, some 16 bytes each on the way; a token has four more."""
 MAX_COMPILING = 256
 """Requests whose required form may wait to be compiled."""
 
@@ -151,6 +158,7 @@ class EngineHost:
             self._refused.append((request.request_id, Problem.of(error)))
 
     def _add(self, request: EngineRequest) -> None:
+        check_prompt_logprobs(request)
         self.engine.add_request(
             request.request_id,
             request.prompt_token_ids,
@@ -218,15 +226,35 @@ class EngineHost:
 
     def _snapshot(self, ask: Ask) -> Snapshot:
         steps = list(self.engine.recent_steps)
-        tokens = sum(step.output_tokens for step in steps)
-        span = steps[-1].ended - steps[0].ended + steps[0].seconds if steps else 0.0
         return Snapshot(
             number=ask.number,
             counters=self.engine.stats(),
             steps=steps,
             ttfts=list(self._ttfts),
-            tokens_per_second=tokens / span if span > 0 else 0.0,
+            tokens_per_second=tokens_per_second(steps, time.monotonic()),
             block_map=self.engine.block_map() if ask.block_map else None,
+        )
+
+
+def tokens_per_second(steps: Sequence[StepRecord], now: float) -> float:
+    """Generated in the last RATE_SECONDS, or since the first of these steps began."""
+    recent = [step for step in steps if step.ended > now - RATE_SECONDS]
+    if not recent:
+        return 0.0
+    since = max(now - RATE_SECONDS, steps[0].ended - steps[0].seconds)
+    return sum(step.output_tokens for step in recent) / max(now - since, 1e-9)
+
+
+def check_prompt_logprobs(request: EngineRequest) -> None:
+    """CapacityError if those of its samples are more than should be sent at once."""
+    top, tokens = request.sampling.prompt_logprobs, len(request.prompt_token_ids)
+    if top is None:
+        return
+    size = tokens * (top + 4) * request.sampling.n
+    if size > MAX_PROMPT_LOGPROBS:
+        raise CapacityError(
+            f"prompt_logprobs={top} of {tokens} tokens and n={request.sampling.n} are too many: "
+            f"tokens * (prompt_logprobs + 4) * n may be {MAX_PROMPT_LOGPROBS}, and is {size}"
         )
 
 

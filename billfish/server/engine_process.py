@@ -26,8 +26,10 @@ from billfish.errors import (
     InvariantError,
     ProtocolError,
 )
+from billfish.server import logs
 from billfish.server.connection import Closed, Connection
 from billfish.server.engine_host import Build, Host, Report
+from billfish.server.frames import MAX_FRAME
 from billfish.server.messages import (
     Drain,
     Draining,
@@ -37,6 +39,7 @@ from billfish.server.messages import (
     LaunchFake,
     Loading,
     ModelInfo,
+    Outputs,
     Ping,
     Pong,
     Problem,
@@ -46,7 +49,7 @@ from billfish.server.messages import (
     encode,
 )
 
-logger = logging.getLogger("billfish.engine_process")
+logger = logging.getLogger("billfish.engine")
 
 MAX_FAILURES = 3
 """Steps that may fail one after the other before the process gives up."""
@@ -135,7 +138,20 @@ class EngineLoop:
         return True
 
     def _send(self, message: FromEngine) -> None:
-        self._connection.send(encode(message))
+        data = encode(message)
+        if len(data) > MAX_FRAME and isinstance(message, Outputs) and len(message.outputs) > 1:
+            for part in _halves(message):
+                self._send(part)
+        else:
+            self._connection.send(data)
+
+
+def _halves(message: Outputs) -> tuple[Outputs, Outputs]:
+    """The same in two messages."""
+    outputs, middle = message.outputs, len(message.outputs) // 2
+    running, waiting = message.running, message.waiting
+    first = Outputs(outputs[:middle], message.accepted, message.refused, running, waiting)
+    return first, Outputs(outputs[middle:], [], [], running, waiting)
 
 
 def build(launch: Launch | LaunchFake, report: Report) -> tuple[Host, ModelInfo]:
@@ -156,9 +172,7 @@ def main(arguments: list[str], build: Build = build) -> int:
     socket_fd, pipe_fd = map(int, arguments)
     die_with_the_server(pipe_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s", force=True
-    )
+    logs.configure("text")
     connection = Connection(socket.socket(fileno=socket_fd))
     signal.set_wakeup_fd(connection.wake_fd, warn_on_full_buffer=False)
     try:
@@ -177,6 +191,8 @@ def main(arguments: list[str], build: Build = build) -> int:
 
 def _serve(connection: Connection, build: Build) -> int:
     launch = _launch(connection)
+    if isinstance(launch, Launch):
+        logs.configure(launch.log_format, launch.log_level)
 
     def report(stage: str, done: int, total: int) -> None:
         connection.send(encode(Loading(stage, done, total)))

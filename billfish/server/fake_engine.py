@@ -174,16 +174,19 @@ def make_host(engine: Engine) -> EngineHost:
 def build(launch: LaunchFake) -> tuple[Host, ModelInfo]:
     """What the engine's process runs for a LaunchFake."""
     engine, model = make_engine(ScriptedExecutor(launch.reply))
-    return InstantHost() if launch.instant else make_host(engine), model
+    return InstantHost(launch.step_seconds) if launch.instant else make_host(engine), model
 
 
 class InstantHost:
     """A host without an engine: a token a step for each request, at next to no cost.
 
     What is measured with it is the rest of the way. It knows max_tokens and nothing else.
+    step_seconds: from one step to the next; a server that is slower merges outputs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step_seconds: float = 0.0) -> None:
+        self._step_seconds = step_seconds
+        self._next_step = 0.0
         self.draining = False
         self.wake: Callable[[], None] = lambda: None
         self.steps_done = 0
@@ -224,6 +227,7 @@ class InstantHost:
 
     def step(self) -> list[FromEngine]:
         self.steps_done += 1
+        self._pace()
         messages, self._answers = self._answers, []
         outputs, ended = [], []
         for request_id, left in self._left.items():
@@ -241,6 +245,12 @@ class InstantHost:
             messages.append(Outputs(outputs, self._accepted, [], len(self._left), 0))
             self._accepted = []
         return messages
+
+    def _pace(self) -> None:
+        now = time.monotonic()
+        if now < self._next_step:
+            time.sleep(self._next_step - now)
+        self._next_step = max(now, self._next_step) + self._step_seconds
 
     def abort_all(self) -> list[FromEngine]:
         for request_id in list(self._requests):

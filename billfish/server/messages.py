@@ -4,6 +4,7 @@ Messages are msgpack. A message is decoded only into one of the types here, ever
 bytes from the other side can at worst be refused (ProtocolError).
 """
 
+import logging
 from typing import Any, Literal
 
 import msgspec
@@ -187,21 +188,26 @@ class Problem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
-    """The first message: which model to serve. drain_seconds: after SIGTERM, for what runs."""
+    """The first message: which model to serve. drain_seconds: after SIGTERM, for what runs.
+    log_format, log_level: see `billfish.server.logs`."""
 
     config: EngineConfig
     seed: int | None = None
     drain_seconds: float = 30.0
+    log_format: str = "text"
+    log_level: int = logging.INFO
 
 
 class LaunchFake(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
     """The first message to an engine without a model; see `billfish.server.fake_engine`.
 
-    reply: what it answers; "" goes on for ever. instant: no scheduler either, only outputs.
+    reply: what it answers; "" goes on for ever. instant: no scheduler either, only outputs, and a
+    step takes step_seconds.
     """
 
     reply: str = ""
     instant: bool = False
+    step_seconds: float = 0.0
     drain_seconds: float = 30.0
 
 
@@ -268,7 +274,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=T
 
     counters: totals since it started, and what is in use now. steps: the latest, oldest first.
     ttfts: seconds to first token of the requests that got one lately. tokens_per_second: generated
-    over the time of `steps`.
+    in the last five seconds.
     """
 
     number: int

@@ -198,6 +198,20 @@ class TestClientGone:
 
         with_engine(test, reply="")
 
+    def test_in_the_middle_of_its_prompt(self) -> None:
+        async def test(engine: FakeEngine) -> None:
+            stream = await engine.submit(request(prompt=(1,) * 2000))
+            while not (counters := (await engine.stats()).counters).prefill_tokens:
+                await asyncio.sleep(0)
+            assert counters.output_tokens == 0
+            await stream.aclose()
+            await idle(engine)
+            counters = (await engine.stats()).counters
+            assert counters.finished == {"abort": 1}
+            assert counters.prefill_tokens < 2000
+
+        with_engine(test, reply="", scheduler=SchedulerConfig(max_num_batched_tokens=16))
+
     def test_a_stream_that_is_dropped_unread(self) -> None:
         async def test(engine: FakeEngine) -> None:
             await engine.submit(request(max_tokens=4000))

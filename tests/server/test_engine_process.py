@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from billfish.config import EngineConfig
-from billfish.errors import EngineDiedError, EngineUnavailableError
+from billfish.errors import CapacityError, EngineDiedError, EngineUnavailableError
 from billfish.sampling_params import SamplingParams
 from billfish.server.engine_client import EngineClient
 from billfish.server.fake_engine import ENDLESS, byte_tokenizer
@@ -163,7 +163,7 @@ class TestServes:
         with_process(test)
 
     def test_5000_requests_leave_no_memory_behind(self) -> None:
-        """Section 6 of what users suffer from: host memory over thousands of requests."""
+        """Neither host memory nor blocks, on either side."""
 
         async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
             async def some(start: int, count: int) -> None:
@@ -184,6 +184,37 @@ class TestServes:
             assert snapshot.counters.finished == {"length": 5000}
             for old, new in zip(before, after, strict=True):
                 assert new - old < 6 << 20
+
+        with_process(test)
+
+    def test_nothing_on_disk_and_nobody_else_can_connect(self) -> None:
+        """The engine listens nowhere: its socket has no name and came with the process."""
+
+        async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
+            pid = supervisor.pid
+            found = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+            mine = {name[8:-1] for name in found if name.startswith("socket:")}
+            assert mine
+            for table in ("tcp", "tcp6", "udp", "udp6", "raw"):
+                path = Path(f"/proc/{pid}/net/{table}")
+                rows = path.read_text().splitlines()[1:] if path.exists() else []
+                assert not mine.intersection(row.split()[9] for row in rows)
+            for row in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
+                fields = row.split()
+                if fields[6] in mine:
+                    assert len(fields) == 7  # no path, no abstract name
+                    assert not int(fields[3], 16) & 0x10000  # not listening
+
+        with_process(test)
+
+    def test_log_probabilities_of_long_prompts(self) -> None:
+        async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
+            wanted = request("a", "x" * 2500, n=4, prompt_logprobs=20, max_tokens=1)
+            outputs = await collect(client, wanted)
+            assert [len(output.prompt_logprobs or ()) for output in outputs] == [2500] * 4
+            with pytest.raises(CapacityError, match="prompt_logprobs"):
+                await client.submit(request("b", "x" * 3000, n=128, prompt_logprobs=20))
+            assert text_of(await collect(client, request("c", max_tokens=5))) == ENDLESS[:5]
 
         with_process(test)
 

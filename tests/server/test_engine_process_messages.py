@@ -20,6 +20,9 @@ from billfish.errors import (
     QueueFullError,
 )
 from billfish.sampling_params import SamplingParams
+from billfish.server import engine_process
+from billfish.server.engine_host import tokens_per_second
+from billfish.server.fake_engine import ScriptedExecutor, make_engine, make_host
 from billfish.server.frames import MAX_FRAME, FrameReader, frame
 from billfish.server.messages import (
     Abort,
@@ -28,6 +31,7 @@ from billfish.server.messages import (
     Launch,
     Outputs,
     Problem,
+    StepRecord,
     Submit,
     decode_from_engine,
     decode_to_engine,
@@ -191,3 +195,41 @@ class TestMerge:
         assert [msgspec.structs.asdict(o) for o in found.outputs] == [
             msgspec.structs.asdict(o) for o in outputs
         ]
+
+    def test_a_step_too_large_for_one_message_is_several(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(engine_process, "MAX_FRAME", 1000)
+        sent: list[Outputs] = []
+
+        class Wire:
+            congested = False
+
+            def wake(self) -> None: ...
+
+            def send(self, data: bytes) -> None:
+                assert len(data) <= 1000
+                message = decode_from_engine(data)
+                assert isinstance(message, Outputs)
+                sent.append(message)
+
+        host = make_host(make_engine(ScriptedExecutor())[0])
+        loop = engine_process.EngineLoop(Wire(), host, 1.0)  # type: ignore[arg-type]
+        outputs = [EngineOutput(str(i), 0, "x" * 50, [7], 1) for i in range(64)]
+        loop._send(Outputs(outputs, ["new"], [("bad", Problem("capacity", "why"))], 3, 4))
+        assert len(sent) > 4
+        found = [output.request_id for message in sent for output in message.outputs]
+        assert found == [str(i) for i in range(64)]
+        assert [name for message in sent for name in message.accepted] == ["new"]
+        assert [name for message in sent for name, _ in message.refused] == ["bad"]
+
+
+def test_tokens_per_second_are_those_of_now() -> None:
+    def step(ended: float, tokens: int) -> StepRecord:
+        return StepRecord(0, ended, 0.5, 0, 0, tokens, 1, 1, 0, 1)
+
+    assert tokens_per_second([], 100.0) == 0.0
+    assert tokens_per_second([step(80.0, 9)], 100.0) == 0.0  # it has been idle since
+    assert tokens_per_second([step(99.5, 10), step(100.0, 20)], 100.0) == pytest.approx(30.0)
+    many = [step(90.0 + i / 2, 10) for i in range(21)]
+    assert tokens_per_second(many, 100.0) == pytest.approx(20.0)

@@ -49,8 +49,8 @@ def turns_while(size: int, work: Callable[[], object]) -> int:
 
 
 class TestTheLoopGoesOn:
-    """Section 5, item 12: a 27 MB prompt blocked /health for 28 s. Where the interpreter's lock is
-    held, the loop comes round once or twice."""
+    """A large prompt does not hold up who asks for health. Where the interpreter's lock is held,
+    the loop comes round a few times only."""
 
     def test_while_a_megabyte_is_tokenized(self, tokenizer: Tokenizer) -> None:
         long = text(1 << 20)

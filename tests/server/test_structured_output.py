@@ -119,7 +119,6 @@ class TestForms:
 
     @pytest.mark.parametrize("schema", [{}, True, "{}"])
     def test_the_empty_schema_is_any_json(self, llm: LLM, schema: Any) -> None:
-        """Section 5, item 2 of what users suffer from."""
         bias = compact(llm) | {llm.tokenizer.encode(c)[-1]: 4.0 for c in '0123456789"'}
         form = Form.json_schema(schema)
         params = [
@@ -290,7 +289,7 @@ BAD_FORMS = [
 
 
 class TestRefused:
-    """Section 5, item 2: an invalid schema or regex, and what comes after it."""
+    """Invalid schemas, regular expressions and grammars; and a good one after each."""
 
     @pytest.mark.parametrize("form", BAD_FORMS, ids=lambda form: f"{form.kind} {form.text[:25]}")
     def test_what_cannot_be(self, llm: LLM, form: Form) -> None:
@@ -384,7 +383,7 @@ BOMBS = [
 
 
 class TestBombs:
-    """Section 6: schema and regex bombs. Each is refused, or fails alone, or is served; the work
+    """Schema, regex and grammar bombs. Each is refused, or fails alone, or is served; the work
     for it is counted by the library, so none of them goes on for ever."""
 
     @pytest.mark.parametrize("form", BOMBS, ids=lambda form: f"{form.kind} {form.text[:25]}")
@@ -431,7 +430,6 @@ class TestMasks:
         assert [ids_of(mask) for mask in masks] == [set(b"b"), {*b"bc", EOS, 256}]
 
     def test_a_rejected_token_is_the_end_of_that_one(self, compiler: GrammarCompiler) -> None:
-        """Section 5, item 2."""
         form = Form.regex("a[bc]+")
         states = [state(compiler, form, "ax"), state(compiler, form, "ab")]
         masks = fill_masks(states, VOCAB_SIZE)

@@ -12,9 +12,11 @@ float64 product; one that is off is marked and not timed.
 """
 
 import argparse
+import multiprocessing
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,6 +30,7 @@ from billfish.bench.turns import Call, elapsed_us, time_in_turns
 from billfish.kernels import marlin
 from billfish.kernels.marlin import reference
 from billfish.kernels.marlin.configs import HopperConfig, Product, hopper_config
+from billfish.kernels.marlin.packing import unit_words
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (8192, 28672), (57344, 8192))
 """(N, K) of the projections of Llama 3 8B, and the two large ones of 70B."""
@@ -165,18 +168,47 @@ def time_configs(
     return time_in_turns(calls)
 
 
-def ablation(shape: tuple[int, int], m: int, read_rate: float) -> list[dict[str, Any]]:
-    """Each technique that the configuration of this case uses, switched off in turn."""
+def compile_all(cases: Sequence[tuple[HopperConfig, int]], jobs: int) -> None:
+    """Compile the kernels in processes of their own; they leave them in Triton's cache on disk."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        list(pool.map(_compile, cases))
+
+
+def _compile(case: tuple[HopperConfig, int]) -> None:
+    from billfish.kernels.marlin import hopper_launch
+
+    config, m = case
+    units = torch.zeros(8, 4, 1056, dtype=torch.int32, device="cuda")
+    x = torch.zeros(m, 512, dtype=torch.float16, device="cuda")
+    hopper_launch.launch(x, units, Product(512), config)
+    torch.cuda.synchronize()
+
+
+def techniques_off(n: int, k: int, m: int) -> dict[str, HopperConfig]:
+    """The configuration of a case, and with each technique that it uses switched off."""
     from billfish.kernels.marlin.workspace import gpu_of
 
-    n, k = shape
-    weights = packed_copies(n, k)
-    chosen = hopper_config(m, weights[0].shape, gpu_of(weights[0].device))
+    units = (-(-n // 64), -(-k // 128), unit_words(128, False))
+    chosen = hopper_config(m, units, gpu_of(torch.device("cuda", torch.cuda.current_device())))
     settings = {"all on": chosen}
     for name, off in TECHNIQUES.items():
         changed = replace(chosen, **off)
         if changed != chosen:
             settings[name] = changed
+    return settings
+
+
+def ablation(shape: tuple[int, int], rows: Sequence[int], read_rate: float) -> list[dict[str, Any]]:
+    """Each technique that the configurations of these cases use, switched off in turn."""
+    n, k = shape
+    weights = packed_copies(n, k)
+    return [row for m in rows for row in _ablation(weights, n, k, m, read_rate)]
+
+
+def _ablation(
+    weights: list[Tensor], n: int, k: int, m: int, read_rate: float
+) -> list[dict[str, Any]]:
     moved = weight_bytes("billfish", n, k, 128) + 2 * m * (n + k)
     return [
         {
@@ -184,7 +216,7 @@ def ablation(shape: tuple[int, int], m: int, read_rate: float) -> list[dict[str,
             "setting": "on" if name == "all on" else "off", "case": f"{n}x{k} M={m}",
             "us": round(us, 2), "bytes": moved, "floor_us": round(moved / read_rate, 2),
         }
-        for name, (us, _) in time_configs(weights, n, m, settings).items()
+        for name, (us, _) in time_configs(weights, n, m, techniques_off(n, k, m)).items()
     ]  # fmt: skip
 
 
@@ -290,6 +322,7 @@ def main(arguments: list[str]) -> None:
     cli.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES))
     cli.add_argument("--ablation", action="store_true", help="time techniques, not peers")
     cli.add_argument("--chain", action="store_true", help="time the products of a layer in a row")
+    cli.add_argument("--jobs", type=int, default=8, help="processes that compile")
     cli.add_argument("--time-limit", type=float, default=540, help="start no shape after (s)")
     options = cli.parse_args(arguments)
     rows = [int(m) for m in options.rows.split(",")]
@@ -308,12 +341,15 @@ def main(arguments: list[str]) -> None:
         print_rows(kept)
         record.write(options.out, head, kept)
         return
+    if options.ablation:
+        cases = [(c, m) for n, k in shapes for m in rows for c in techniques_off(n, k, m).values()]
+        compile_all(list(dict.fromkeys(cases)), options.jobs)
     for n, k in shapes:
         if time.monotonic() - began > options.time_limit:
             print(f"out of time before {n}x{k}")
             break
         if options.ablation:
-            found = [row for m in rows for row in ablation((n, k), m, rate)]
+            found = ablation((n, k), rows, rate)
         else:
             group_size = options.group_size
             weights = random_weights(n, k, group_size, DTYPES[options.dtype])

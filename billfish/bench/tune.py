@@ -4,7 +4,7 @@
 
 Every configuration that might do well is timed as in `billfish bench gemm`, beside the one by
 rules; a row is kept where the fastest beats that one by more than --gain. Rows that the table has
-for other shapes and numbers of tokens stay. Without --out the table
+for other shapes and numbers of tokens stay, with the commit that they are of. Without --out the table
 is the one that the installed package reads (kernels/marlin/tuned/), so the next process uses it.
 Shapes are tuned with fp16 and groups of 128 and serve every dtype and kind of weight.
 """
@@ -12,10 +12,8 @@ Shapes are tuned with fp16 and groups of 128 and serve every dtype and kind of w
 import argparse
 import itertools
 import json
-import multiprocessing
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from typing import Any
 import torch
 
 from billfish.bench import record
-from billfish.bench.gemm import SHAPES, packed_copies, time_configs
+from billfish.bench.gemm import SHAPES, compile_all, packed_copies, time_configs
 from billfish.errors import ConfigError
 from billfish.kernels.marlin import tuning
 from billfish.kernels.marlin.configs import Gpu, HopperConfig, Product, hopper_config
@@ -69,23 +67,6 @@ def candidates(m: int) -> list[HopperConfig]:
         for group in (8, 16)
         for keep in (True, False)
     ]
-
-
-def compile_all(cases: Sequence[tuple[HopperConfig, int]], jobs: int) -> None:
-    """Compile the kernels in processes of their own; they leave them in Triton's cache on disk."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        list(pool.map(_compile, cases))
-
-
-def _compile(case: tuple[HopperConfig, int]) -> None:
-    from billfish.kernels.marlin import hopper_launch
-
-    config, m = case
-    units = torch.zeros(8, 4, 1056, dtype=torch.int32, device="cuda")
-    x = torch.zeros(m, 512, dtype=torch.float16, device="cuda")
-    hopper_launch.launch(x, units, Product(512), config)
-    torch.cuda.synchronize()
 
 
 def tune(
@@ -155,9 +136,10 @@ def main(arguments: list[str]) -> None:
     out = Path(options.out) if options.out else tuning.table_path(gpu.name)
     out.parent.mkdir(exist_ok=True)
     tuned = set(itertools.product(shapes, rows))
+    old = json.loads(out.read_text()) if out.exists() else {"commit": None, "rows": []}
     kept = [
-        row
-        for row in (json.loads(out.read_text())["rows"] if out.exists() else [])
+        {"commit": old["commit"], **row}
+        for row in old["rows"]
         if ((row["n"], row["k"]), row["m"]) not in tuned
     ]
     table = sorted(

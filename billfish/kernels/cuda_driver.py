@@ -131,6 +131,7 @@ class PreparedLaunch:
         )  # fmt: skip
         self._call = (ctypes.addressof(self._config), kernel.function, self._pointers, None)
         self._launch = _driver().cuLaunchKernelEx
+        self._last = (1, 0)  # blocks and stream in the config
         self._kernel = kernel  # keeps the module loaded
         self._lock = Lock()
 
@@ -149,8 +150,10 @@ class PreparedLaunch:
             for start, stop, data in chunks:
                 view[start:stop] = data
             _ADDRESSES[len(addresses)].pack_into(self._memory, self._starts[first], *addresses)
-            _BLOCKS.pack_into(config, 0, blocks)
-            _STREAM.pack_into(config, 32, stream)
+            if self._last != (blocks, stream):
+                _BLOCKS.pack_into(config, 0, blocks)
+                _STREAM.pack_into(config, 32, stream)
+                self._last = (blocks, stream)
             result = self._launch(*self._call)
         if result:
             _check(result, "cannot launch a kernel")

@@ -59,12 +59,11 @@ def shipped_configs() -> list[HopperConfig]:
 
 
 def cases():
-    """Groups of 128 for every configuration and dtype, and two other kinds of weights in turn."""
+    """Groups of 128 for every configuration and dtype, and another kind of weights in turn."""
     other = itertools.cycle(kind for kind in KINDS if kind[:2] != (128, "symmetric"))
     for config in shipped_configs():
         kinds = [(128, "symmetric", dtype) for dtype in DTYPES]
-        kinds += [next(other) for _ in range(2)]
-        for group_size, zero_point, dtype in kinds:
+        for group_size, zero_point, dtype in (*kinds, next(other)):
             yield config, group_size, zero_point, dtype
 
 

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from billfish.bench.tune import candidates
 from billfish.errors import KernelArgumentError
+from billfish.kernels.cuda_driver import CannotPrepare
 from billfish.kernels.marlin import hopper_launch, hopper_plan, tuning
 from billfish.kernels.marlin.configs import Gpu, HopperConfig, Product, hopper_config, triton_config
 from billfish.kernels.marlin.packing import unit_words
@@ -127,6 +128,9 @@ def test_one_kernel_serves_whole_and_divided_tiles(monkeypatch):
     """It is compiled for the dtypes of its arguments, which must not depend on the division."""
     seen = []
 
+    def refuse(kernel, fields):
+        raise CannotPrepare
+
     class Kernel:
         __name__ = "a kernel"
 
@@ -135,7 +139,7 @@ def test_one_kernel_serves_whole_and_divided_tiles(monkeypatch):
 
     monkeypatch.setattr(hopper_launch, "w4a16_hopper", Kernel())
     monkeypatch.setattr(hopper_launch, "gpu_of", lambda device: GPU)
-    monkeypatch.setattr(hopper_launch, "_Launcher", lambda kernel: None)
+    monkeypatch.setattr(hopper_launch, "PreparedLaunch", refuse)
     for steps in (1, 64):
         x = torch.zeros(1, 128 * steps, dtype=torch.float16)
         units = torch.zeros(64, steps, 1056, dtype=torch.int32)

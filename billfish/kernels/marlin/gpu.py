@@ -12,7 +12,7 @@ whose fragment holds row r of 16 holds row r + 8 too, so it has both factors of 
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -177,12 +177,9 @@ def w4a16_matmul(
 
 def multiply(x: Tensor, units: Tensor, product: Product, batch_invariant: bool = False) -> Tensor:
     """Y [M, outputs] of X [M, K] on the current device, by the kernel for it."""
-    if _runs_hopper_kernel(x.device):
-        from billfish.kernels.marlin import hopper_launch
-
-        return hopper_launch.launch(
-            aligned_rows(x), units, product, batch_invariant=batch_invariant
-        )
+    hopper = _hopper_kernel(x.device)
+    if hopper is not None:
+        return hopper(aligned_rows(x), units, product, batch_invariant=batch_invariant)
     from billfish.kernels.marlin import triton_gemm
 
     tiling = triton_config(x.shape[0], units.shape, gpu_of(x.device), batch_invariant)
@@ -191,8 +188,8 @@ def multiply(x: Tensor, units: Tensor, product: Product, batch_invariant: bool =
 
 
 @cache
-def _runs_hopper_kernel(device: torch.device) -> bool:
-    """Whether the device and the installed Triton take the Gluon kernel.
+def _hopper_kernel(device: torch.device) -> Callable[..., Tensor] | None:
+    """What launches the Gluon kernel, None where the device or the installed Triton has none.
 
     Raises KernelArgumentError below compute capability 8.0.
     """
@@ -204,7 +201,7 @@ def _runs_hopper_kernel(device: torch.device) -> bool:
             f"{capability[0]}.{capability[1]}"
         )
     if capability != (9, 0):
-        return False
+        return None
     from billfish.kernels.gluon_compat import TRITON_VERSION, gluon_supported
 
     if not gluon_supported():
@@ -215,16 +212,18 @@ def _runs_hopper_kernel(device: torch.device) -> bool:
             RuntimeWarning,
             stacklevel=2,
         )
-        return False
-    return True
+        return None
+    from billfish.kernels.marlin import hopper_launch
+
+    return hopper_launch.launch
 
 
 def aligned_rows(x: Tensor) -> Tensor:
     """x [M, K], copied if need be so that TMA can read it: unit stride, rows on 16 bytes."""
     m, k = x.shape
     itemsize = x.element_size()
-    aligned = x.data_ptr() % 16 == 0 and x.stride(0) * itemsize % 16 == 0
-    if aligned and x.stride(1) == 1 and x.stride(0) >= k:
+    row, column = x.stride()
+    if column == 1 and row >= k and row * itemsize % 16 == 0 and x.data_ptr() % 16 == 0:
         return x
     padded = x.new_empty(m, -(-k * itemsize // 16) * 16 // itemsize)[:, :k]
     return padded.copy_(x)

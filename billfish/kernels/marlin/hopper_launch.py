@@ -45,63 +45,52 @@ def descriptors(plan: Plan, x: Tensor, units: Tensor) -> tuple[TensorDescriptor,
 FIELDS = (*(MAP_BYTES, 4, 4, 4, 4, 8, 8, 8, 8) * 2, MAP_BYTES, 4, 4, 8, 8, *(8,) * 5, *(4,) * 8)
 """Sizes of the kernel's parameters: three tensor maps, each with its shape and strides, addresses
 (the first is number _ADDRESSES) and numbers."""
-_META, _X, _ADDRESSES, _NUMBERS = 9, 18, 23, 28
+_ADDRESSES, _NUMBERS = 23, 28
 
 
 class _Launcher:
-    """A compiled kernel, and what its launches share: the tensor maps of weights and activations.
+    """What the launches of a plan share: the kernel, and arguments that are ready for the driver.
 
-    A tensor map holds an address, a shape and strides, so one that fits stays valid whatever tensor
-    lives at that address.
+    The arguments are kept by the addresses of weights and activations. A tensor map holds an
+    address, a shape and strides, so one that fits stays valid whatever tensor lives there.
     """
 
     _KEPT = 4096
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, p: Plan, kernel: Any, prepared: PreparedLaunch) -> None:
+        self._plan = p
         self._kernel = kernel
-        self._launch = PreparedLaunch(kernel, FIELDS)
-        self._weights: dict[Any, tuple[Chunk, Chunk]] = {}
-        self._activations: dict[Any, Chunk] = {}
-        self._numbers: dict[Any, Chunk] = {}
+        self._prepared = prepared
+        self._blocks = p.division.blocks
+        self._ready: dict[Any, tuple[Chunk, Chunk]] = {}
 
-    def __call__(self, p: Plan, x: Tensor, units: Tensor, addresses: tuple[int, ...]) -> None:
-        address = units.data_ptr()
-        weights = self._weights.get((address, p.units)) or self._weight_maps(p, address)
-        key = (x.data_ptr(), p.m, x.stride(0))
-        activations = self._activations.get(key) or self._x_map(key, x)
-        numbers = self._numbers.get(p.numbers) or self._keep(
-            self._numbers, p.numbers, self._launch.chunk(_NUMBERS, p.numbers)
-        )
-        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-        self._launch(
-            p.division.blocks, stream, (*weights, activations, numbers), _ADDRESSES, addresses
-        )
+    def __call__(self, x: Tensor, units: Tensor, addresses: tuple[int, ...], stream: int) -> None:
+        key = (units.data_ptr(), x.data_ptr(), x.shape[1], x.stride(0))
+        ready = self._ready.get(key)
+        if ready is None:
+            if len(self._ready) >= self._KEPT:
+                self._ready.clear()
+            ready = self._ready[key] = self._prepare(x, units)
+        self._prepared(self._blocks, stream, ready, _ADDRESSES, addresses)
 
-    def _keep(self, where: dict[Any, Any], key: Any, value: Any) -> Any:
-        if len(where) >= self._KEPT:
-            where.clear()
-        where[key] = value
-        return value
-
-    def _map(self, index: int, field: int, address: int, shape: Any, strides: Any) -> Chunk:
-        encoded = tensor_map(self._kernel, index, address, shape, strides)
-        return self._launch.chunk(field, [encoded, *shape, *strides])
-
-    def _weight_maps(self, p: Plan, address: int) -> Any:
-        (codes, _), (meta, _) = p.weight_shapes
-        maps = (
-            self._map(0, 0, address, codes, p.weight_strides),
-            self._map(1, _META, address + 4 * CODE_WORDS, meta, p.weight_strides),
-        )
-        return self._keep(self._weights, (address, p.units), maps)
-
-    def _x_map(self, key: Any, x: Tensor) -> Any:
-        chunk = self._map(2, _X, key[0], list(x.shape), [key[2], 1])
-        return self._keep(self._activations, key, chunk)
+    def _prepare(self, x: Tensor, units: Tensor) -> tuple[Chunk, Chunk]:
+        """The arguments before the addresses, and those after them."""
+        (codes, _), (meta, _) = self._plan.weight_shapes
+        address, strides = units.data_ptr(), self._plan.weight_strides
+        maps = [
+            (address, codes, strides),
+            (address + 4 * CODE_WORDS, meta, strides),
+            (x.data_ptr(), list(x.shape), [x.stride(0), 1]),
+        ]
+        before: list[int | bytes] = []
+        for index, (start, shape, steps) in enumerate(maps):
+            before += [tensor_map(self._kernel, index, start, shape, steps), *shape, *steps]
+        chunk = self._prepared.chunk
+        return chunk(0, before), chunk(_NUMBERS, self._plan.numbers)
 
 
-_launchers: dict[tuple[Any, ...], _Launcher | None] = {}
-"""By kernel and device; None where the kernel has to be launched by Triton."""
+_prepared: dict[tuple[Any, ...], PreparedLaunch | None] = {}
+"""By kernel and device; None where Triton has to launch the kernel."""
 
 
 def launch(
@@ -118,10 +107,10 @@ def launch(
     """
     device = x.device
     outputs, zero_point, bias, residual, silu_mul = product
+    epilogue = (bias is not None, residual is not None, silu_mul)
     p = plan(
-        x.shape[0], units.shape, x.dtype, gpu_of(device), outputs, zero_point,
-        epilogue=(bias is not None, residual is not None, silu_mul),
-        batch_invariant=batch_invariant, config=config,
+        x.shape[0], units.shape, x.dtype, gpu_of(device), outputs, zero_point, epilogue,
+        batch_invariant, config,
     )  # fmt: skip
     y = torch.empty((p.m, outputs), dtype=x.dtype, device=device)
     # Never touched where no tile is divided, but of one dtype: the kernel is the same.
@@ -138,7 +127,7 @@ def launch(
             y.data_ptr(), bias.data_ptr(), residual.data_ptr(), partial.data_ptr(),
             counters.data_ptr(),
         )  # fmt: skip
-        launcher(p, x, units, addresses)
+        launcher(x, units, addresses, torch._C._cuda_getCurrentRawStream(device.index))
     return y
 
 
@@ -156,10 +145,12 @@ def _launch_by_triton(p: Plan, x: Tensor, units: Tensor, memory: tuple[Tensor, .
     arguments = (*descriptors(p, x, units), *memory, *p.numbers)
     with tma_cache_hints(w4a16_hopper.__name__, p.cache_hints):
         kernel = w4a16_hopper[(p.division.blocks,)](*arguments, **p.constants, **p.options)
-    key = (p.kernel_key, x.device.index)
-    if key not in _launchers:
+    index = x.device.index
+    key = (p.kernel_key, index)
+    if key not in _prepared:
         try:
-            _launchers[key] = _Launcher(kernel)
+            _prepared[key] = PreparedLaunch(kernel, FIELDS)
         except CannotPrepare:
-            _launchers[key] = None
-    p.launchers[x.device.index] = _launchers[key]
+            _prepared[key] = None
+    prepared = _prepared[key]
+    p.launchers[index] = None if prepared is None else _Launcher(p, kernel, prepared)

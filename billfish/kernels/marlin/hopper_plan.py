@@ -187,7 +187,6 @@ def plan(
     gpu: Gpu,
     outputs: int,
     zero_point: str = "symmetric",
-    *,
     epilogue: tuple[bool, bool, bool] = (False, False, False),
     batch_invariant: bool = False,
     config: HopperConfig | None = None,

@@ -390,7 +390,7 @@ class TestSigterm:
             await client.wait_ready()
             assert text_of(await collect(client, request(max_tokens=5))) == ENDLESS[:5]
 
-        with_process(test)
+        with_process(test, LaunchFake(drain_seconds=600.0))
 
     def test_the_deadline_of_a_drain(self) -> None:
         async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:

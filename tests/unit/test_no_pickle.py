@@ -25,6 +25,11 @@ METHODS = {
     "send_object_list", "recv_object_list",
 }  # fmt: skip
 
+WAIVED = {
+    # A tool run by hand: configurations of its own, sent to processes of its own, to be compiled.
+    "bench/tune.py": {"multiprocessing", "ProcessPoolExecutor"},
+}
+
 
 def found(source: str) -> list[str]:
     """What a source uses of these, by name."""
@@ -61,4 +66,5 @@ def test_each_way_would_be_found(source: str) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.name))
 def test_no_pickle_anywhere(path: Path) -> None:
-    assert found(path.read_text()) == []
+    name = path.relative_to(Path(billfish.__file__).parent).as_posix()
+    assert set(found(path.read_text())) == WAIVED.get(name, set())

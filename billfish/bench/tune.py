@@ -4,9 +4,9 @@
 
 Every configuration that might do well is timed as in `billfish bench gemm`, beside the one by
 rules; a row is kept where the fastest beats that one by more than --gain. Rows that the table has
-for other shapes and numbers of tokens stay, with the commit that they are of. Without --out the table
-is the one that the installed package reads (kernels/marlin/tuned/), so the next process uses it.
-Shapes are tuned with fp16 and groups of 128 and serve every dtype and kind of weight.
+for other shapes and numbers of tokens stay, with the commit that they are of. Without --out the
+table is the one that the installed package reads (kernels/marlin/tuned/), so the next process uses
+it. Shapes are tuned with fp16 and groups of 128 and serve every dtype and kind of weight.
 """
 
 import argparse

@@ -38,6 +38,18 @@ def throughput(context: typer.Context) -> None:
     _run("throughput", context.args, needs_gpu=False)
 
 
+@app.command("engine", context_settings=_PASS_ON)
+def engine(context: typer.Context) -> None:
+    """The engine with random weights: decode, prefill, many requests, start; on a GPU."""
+    _run("engine", context.args, needs_gpu=False)
+
+
+@app.command("step", context_settings=_PASS_ON)
+def step(context: typer.Context) -> None:
+    """Where the time of a decode step goes, kernel by kernel, against this GPU's floor."""
+    _run("step", context.args, needs_gpu=True)
+
+
 def _run(name: str, arguments: list[str], *, needs_gpu: bool) -> None:
     if needs_gpu and "--help" not in arguments:
         import torch

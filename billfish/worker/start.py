@@ -11,6 +11,7 @@ from billfish.errors import ConfigError
 from billfish.models.decoder import CausalLM
 from billfish.worker import kv_cache, memory_plan
 from billfish.worker.device_runner import DeviceRunner
+from billfish.worker.grammar import GrammarCompiler
 from billfish.worker.memory_plan import MemoryPlan
 from billfish.worker.model_runner import ModelRunner
 
@@ -31,6 +32,7 @@ class Setting:
     scheduler: SchedulerConfig
     vocab_size: int
     int4: bool = True
+    grammars: GrammarCompiler | None = None
     decode_graphs: bool = True
     batch_invariant: bool = False
 
@@ -79,6 +81,7 @@ def _start_on_cpu(setting: Setting, load: Load) -> Started:
         max_num_seqs=setting.scheduler.max_num_seqs,
         max_model_len=max_model_len,
         host_cache=host,
+        grammars=setting.grammars,
     )
     return Started(runner, num_blocks, max_model_len)
 
@@ -102,6 +105,7 @@ def _start_on_gpu(setting: Setting, load: Load) -> Started:
         vocab_size=setting.vocab_size,
         max_num_seqs=setting.scheduler.max_num_seqs,
         max_model_len=max_model_len,
+        grammars=setting.grammars,
         decode_graphs=setting.decode_graphs,
         batch_invariant=setting.batch_invariant,
     )

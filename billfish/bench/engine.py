@@ -68,7 +68,7 @@ def serve(options: argparse.Namespace, **scheduler: Any) -> Served:
     cache = CacheConfig(num_blocks=options.num_blocks, prefix_caching=False)
     setting = Setting(
         config=config, dtype=dtype, device=where, cache=cache, scheduler=settings,
-        vocab_size=config.vocab_size, int4=int4, decode_graphs=not options.eager,
+        vocab_size=config.vocab_size, int4=int4, graphs=not options.eager,
     )  # fmt: skip
     started = start(
         setting,

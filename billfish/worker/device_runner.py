@@ -1,7 +1,7 @@
 """Runs the engine's plans on a device with memory of its own: queues a step, and goes on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor
 from billfish.engine.logprobs import PromptLogprobs
 from billfish.engine.plan import NOT_FINITE, StepPlan, StepResult
 from billfish.kernels.paged_attention import AttentionMetadata
+from billfish.kernels.paged_attention.metadata import PADDING_SLOT
 from billfish.models.decoder import CausalLM
 from billfish.worker import step_inputs
-from billfish.worker.decode_graphs import DecodeGraphs, ladder
 from billfish.worker.device_batch import DeviceBatch, Step
 from billfish.worker.device_rules import DeviceRules
 from billfish.worker.grammar import GrammarCompiler
@@ -22,6 +22,7 @@ from billfish.worker.kv_cache import move_blocks
 from billfish.worker.logprobs import SLICE, PendingLogprobs
 from billfish.worker.model_runner import why_nothing_left
 from billfish.worker.sampler import NO_TOKEN, sample
+from billfish.worker.step_graphs import StepGraphs, ladder, mixed_ladder
 
 TYPICAL_KV_TOKENS = 2048
 """KV tokens of a sequence that decode graphs are made for: attention of few and short sequences
@@ -81,9 +82,10 @@ class DeviceStep:
 class DeviceRunner:
     """The executor of one model on one GPU; see `billfish.engine.plan.OverlappingExecutor`.
 
-    Arguments as for `ModelRunner`. decode_graphs: capture decode steps with `capture`; without, and
-    for steps that compute more than a token of a sequence, kernels are launched one by one.
-    batch_invariant: attention adds a sequence's keys up in an order that batch-mates do not change.
+    Arguments as for `ModelRunner`. max_num_batched_tokens: most tokens of a step. graphs: capture
+    steps with `capture`, all that decode and others of up to 2048 tokens; without, and for larger
+    steps, kernels are launched one by one. batch_invariant: attention adds a sequence's keys up in
+    an order that batch-mates do not change.
 
     It also runs on a CPU, where nothing overlaps, so that all but the kernels can be tested there.
     """
@@ -97,7 +99,8 @@ class DeviceRunner:
         max_num_seqs: int,
         max_model_len: int,
         host_cache: Tensor | None = None,
-        decode_graphs: bool = True,
+        max_num_batched_tokens: int = 512,
+        graphs: bool = True,
         batch_invariant: bool = False,
         grammars: GrammarCompiler | None = None,
     ) -> None:
@@ -110,19 +113,24 @@ class DeviceRunner:
         self._last = DeviceStep(-1)
         self.rules = DeviceRules(self.batch.token_table)
         self._plans = _attention_plans(model, kv_cache, max_num_seqs, batch_invariant)
+        sizes = ladder(max_num_seqs) if graphs else []
+        mixed_sizes = mixed_ladder(max_num_batched_tokens) if graphs else []
         self._inputs = step_inputs.allocate(
-            max_num_seqs, max_num_seqs, self.batch.max_blocks, device
+            max([max_num_seqs, *mixed_sizes]), max_num_seqs, self.batch.max_blocks, device
         )
         self._one_each = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         copies = step_inputs.Header.COPIES
         self._host_tokens = [pinned((max_num_seqs,), torch.int32, device) for _ in range(copies)]
-        sizes = ladder(max_num_seqs) if decode_graphs else []
-        self.graphs = DecodeGraphs(self._decode, sizes, device)
+        self._decode_graphs = StepGraphs(self._decode, sizes, device)
+        self._mixed_graphs = StepGraphs(self._mixed, mixed_sizes, device)
 
     def capture(self) -> None:
-        """Capture the decode graphs: compiles what they launch."""
-        self.graphs.capture()
+        """Capture the graphs: compiles what they launch."""
+        if self.device.type == "cuda":
+            pool = torch.cuda.graph_pool_handle()
+            self._mixed_graphs.capture(pool)
+            self._decode_graphs.capture(pool)
 
     @torch.inference_mode()
     def measure_peak(self, num_tokens: int) -> int:
@@ -165,13 +173,21 @@ class DeviceRunner:
         pending = DeviceStep(plan.step)
         if step is None:
             return pending
-        if step.decodes and self.graphs.largest and not step.wants_prompt_logits:
-            logits = self.graphs.replay(step.num_requests)
-            self.batch.copy_forks(plan)
-            if not step.in_order:
+        if step.decodes and self._decode_graphs.largest and not step.wants_prompt_logits:
+            logits = self._decode_graphs.replay(step.num_requests)
+            if step.sampled and not step.in_order:
                 logits = logits[self._sample_index(step)]
         else:
-            logits = self._mixed(plan, step, pending)
+            if step.num_tokens <= self._mixed_graphs.largest:
+                hidden = self._mixed_graphs.replay(step.num_tokens)
+            else:
+                hidden = self._forward(*self.batch.mixed_inputs(step))
+            if step.wants_prompt_logits:
+                self._prompt_logprobs(hidden, step, pending)
+            logits = hidden
+            if step.sampled:
+                logits = self.model.logits(hidden[self._sample_index(step)])
+        self.batch.copy_forks(plan)
         if step.sampled:
             self._sample(logits[:, : self.vocab_size], step, pending)
         if self.device.type == "cuda":
@@ -194,16 +210,21 @@ class DeviceRunner:
         hidden = self._forward(inputs, metadata)
         return self.model.logits(hidden)
 
-    def _mixed(self, plan: StepPlan, step: Step, pending: DeviceStep) -> Tensor:
-        """Logits [S, V] of a step of any kind."""
-        inputs, metadata = self.batch.mixed_inputs(step)
-        self.batch.copy_forks(plan)
-        hidden = self._forward(inputs, metadata)
-        if step.wants_prompt_logits:
-            self._prompt_logprobs(hidden, step, pending)
-        if not step.sampled:
-            return hidden
-        return self.model.logits(hidden[self._sample_index(step)])
+    def _mixed(self, count: int) -> Tensor:
+        """Hidden states [count, hidden_size] of the step in the header, of any kind: as many
+        requests as there may be, and tokens of no request behind theirs."""
+        inputs = step_inputs.StepInputs(
+            self._inputs.token_ids[:count], self._inputs.positions[:count],
+            self._inputs.slots[:count], self._inputs.block_table,
+        )  # fmt: skip
+        inputs.slots.fill_(PADDING_SLOT)
+        header = self.batch.header
+        self.batch.fill(header.query_start, inputs, longest=count)
+        metadata = AttentionMetadata(
+            inputs.block_table, header.seq_lens, header.query_start, inputs.slots, count,
+            TYPICAL_KV_TOKENS,
+        )  # fmt: skip
+        return self._forward(inputs, metadata)
 
     def _forward(self, inputs: step_inputs.StepInputs, metadata: AttentionMetadata) -> Tensor:
         if self.device.type == "cpu":
@@ -288,14 +309,13 @@ def _attention_plans(
     from billfish.kernels.paged_attention.planner import DecodePlan
 
     config = model.config
-    group = config.num_heads // config.num_kv_heads
     return [
         DecodePlan.allocate(
             max_requests=max_num_seqs,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            max_query_len=max(1, 16 // group),
+            max_query_len=1,  # more would cost every step, and serve few
             sliding_window=window,
             batch_invariant=batch_invariant,
             block_size=kv_cache.shape[3],
@@ -310,5 +330,4 @@ def _on_cpu(metadata: AttentionMetadata, block_size: int) -> AttentionMetadata:
     built = AttentionMetadata.build(
         metadata.block_table, metadata.seq_lens, metadata.query_start.diff(), block_size
     )
-    built.slot_mapping.copy_(metadata.slot_mapping)
-    return built
+    return replace(built, slot_mapping=metadata.slot_mapping)

@@ -8,8 +8,8 @@ import torch
 from billfish.config import CacheConfig, ModelConfig, SchedulerConfig
 from billfish.errors import CapacityError
 from billfish.models.decoder import tensor_shapes
-from billfish.worker.decode_graphs import ladder
 from billfish.worker.kv_cache import block_bytes
+from billfish.worker.step_graphs import ladder
 
 INT4_BYTES = 4.25 / 8
 """A weight in groups of 128 with a 16-bit scale each."""

@@ -33,7 +33,7 @@ class Setting:
     vocab_size: int
     int4: bool = True
     grammars: GrammarCompiler | None = None
-    decode_graphs: bool = True
+    graphs: bool = True
     batch_invariant: bool = False
 
 
@@ -106,12 +106,13 @@ def _start_on_gpu(setting: Setting, load: Load) -> Started:
         max_num_seqs=setting.scheduler.max_num_seqs,
         max_model_len=max_model_len,
         grammars=setting.grammars,
-        decode_graphs=setting.decode_graphs,
+        max_num_batched_tokens=setting.scheduler.max_num_batched_tokens,
+        graphs=setting.graphs,
         batch_invariant=setting.batch_invariant,
     )
     tables = torch.cuda.memory_allocated(device) - before - weights
     peak = runner.measure_peak(setting.scheduler.max_num_batched_tokens)
-    graphs = plan.graphs if setting.decode_graphs else 0
+    graphs = plan.graphs if setting.graphs else 0
     plan = replace(plan, weights=weights, activations=tables + peak, graphs=graphs)
     plan = replace(_fitted(plan, cache), measured=True)
     torch.cuda.empty_cache()  # what the largest step took in pieces is needed in one

@@ -66,10 +66,16 @@ class Header:
         for name, values in fields.items():
             view = views[name]
             view[: len(values)] = values
-            view[len(values) :] = NO_BLOCK if name == "new_blocks" else 0
+            view[len(values) :] = self._padding(name, values)
         views["numbers"][:] = self.numbers_by_row
         views["integers"][:] = self.integers_by_row
         self._device.copy_(self._host[index], non_blocking=True)
+
+    def _padding(self, name: str, values: list[int]) -> int:
+        """What stands behind a step's requests: they have no tokens."""
+        if name == "query_start":
+            return values[-1]
+        return NO_BLOCK if name == "new_blocks" else 0
 
 
 def _views(words: np.ndarray, sizes: dict[str, int]) -> dict[str, np.ndarray]:

@@ -28,11 +28,14 @@ class Recorder:
 
 
 def compiled(monkeypatch, module, name, launch, capability) -> MachineCode:
-    kernel, recorder = getattr(module, name), Recorder()
+    kernel = getattr(module, name)
     with monkeypatch.context() as patch:
-        patch.setattr(module, name, recorder)
-        patch.setattr(gpu, "overlaps", lambda device: capability >= 90)
+        for other in [attribute for attribute in vars(module) if attribute.endswith("_kernel")]:
+            patch.setattr(module, other, Recorder())
+        if hasattr(module, "overlaps"):
+            patch.setattr(module, "overlaps", lambda device: capability >= 90)
         launch()
+        recorder = getattr(module, name)
     with fake_device(capability):
         binary = kernel.warmup(*recorder.arguments, **recorder.keywords, grid=(1,))
     return machine_code(binary, ARCHITECTURES[capability])
@@ -62,18 +65,22 @@ def test_gated_activation(monkeypatch, capability, function):
     assert code.count("LDG.E.128") > 0
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float32), (90, torch.bfloat16)])
-def test_sample(monkeypatch, capability, dtype):
+@pytest.mark.parametrize(
+    ("capability", "dtype", "greedy"),
+    [(80, torch.float32, False), (90, torch.bfloat16, False), (90, torch.bfloat16, True)],
+)
+def test_sample(monkeypatch, capability, dtype, greedy):
     logits = torch.empty(2, 49152, dtype=dtype)
     index, table = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 64, dtype=torch.int32)
     numbers = torch.zeros(2, 4, dtype=torch.float64)
     integers = torch.zeros(2, 2, dtype=torch.int64)
 
     def launch() -> None:
-        sample_gpu.sample(logits, index, index, numbers, integers, table, index, greedy=False)
+        sample_gpu.sample(logits, index, index, numbers, integers, table, index, greedy=greedy)
 
-    code = compiled(monkeypatch, sample_gpu, "_sample_kernel", launch, capability)
-    assert code.spill_bytes == 0
+    for name in ("_sample_kernel", "_largest_kernel"):
+        code = compiled(monkeypatch, sample_gpu, name, launch, capability)
+        assert code.spill_bytes == 0
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -86,9 +86,15 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
             _rms_norm_kernel[(rows.shape[0],)](
                 rows, more, weight, out, total, rows.stride(0), more.stride(0), eps,
                 D=size, BLOCK=block, ADD=residual is not None, PDL=pdl,
-                num_warps=min(16, max(1, block // 256)), **launch_options(pdl),
+                num_warps=_norm_warps(block, rows.shape[0]), **launch_options(pdl),
             )  # fmt: skip
     return out, total
+
+
+def _norm_warps(block: int, rows: int) -> int:
+    """Few rows: as many threads as have 16 bytes each to read, for the least time. Many: fewer
+    threads with more reads in flight, so that more rows are under way."""
+    return min(16, max(1, block // (256 if rows < 512 else 1024)))
 
 
 @triton.jit

@@ -1,4 +1,6 @@
-"""Chooses tokens from logits on an NVIDIA GPU: one program a row, no sort, no word to the host.
+"""Chooses tokens from logits on an NVIDIA GPU: no sort, no word to the host.
+
+One kernel finds the largest logits, in parts; another takes a row each and chooses.
 
 What it computes is defined by `billfish.worker.sampler`: the largest logit where the temperature is
 0, else the distribution function inverted at a number drawn from (seed, position). Probabilities
@@ -10,12 +12,13 @@ how many tokens, or how much probability, lie above the middle says which half h
 come from a bfloat16 product have 16 bits that matter, so 16 rounds find it exactly.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from billfish.kernels.general.gpu import launch_options, overlaps
 
 BLOCK = 4096
 NO_TOKEN = -1
@@ -39,21 +42,35 @@ def _ordered(value):
 
 
 @triton.jit
-def _largest(logits, size, BLOCK: tl.constexpr):
-    """(the largest logit, its lowest token id, all bits of all patterns). +inf if any is NaN."""
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    where = tl.full([BLOCK], 2147483647, tl.int32)
-    bits = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, size, BLOCK):
-        token, inside, value = _load(logits, start, size, BLOCK)
-        value = tl.where(value != value, float("inf"), value)
-        better = (value > best) | ((where == 2147483647) & inside)
-        best = tl.where(better, value, best)
-        where = tl.where(better, token, where)
-        bits |= tl.where(inside, _ordered(value), 0)
-    most = tl.max(best, 0)
-    token = tl.min(tl.where(best == most, where, 2147483647), 0)
-    return most, token, tl.reduce(bits, 0, _or)
+def _largest_kernel(
+    logits, best, where, bits, logits_stride, size,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (i, p): of part p of row i, the largest logit, +inf if any is NaN; its lowest token
+    id; all bits of all patterns."""
+    i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token, inside, value = _load(logits + i * logits_stride, part * BLOCK, size, BLOCK)
+    value = tl.where(value != value, float("inf"), value)
+    most = tl.max(value, 0)
+    place = i * PARTS + part
+    tl.store(best + place, most)
+    tl.store(where + place, tl.min(tl.where(inside & (value == most), token, 2147483647), 0))
+    tl.store(bits + place, tl.reduce(tl.where(inside, _ordered(value), 0), 0, _or))
+
+
+@triton.jit
+def _largest(best, where, bits, PARTS: tl.constexpr, SPACE: tl.constexpr):
+    """What `_largest_kernel` found, of the whole row."""
+    part = tl.arange(0, SPACE)
+    there = part < PARTS
+    value = tl.load(best + part, mask=there, other=float("-inf"))
+    token = tl.load(where + part, mask=there, other=2147483647)
+    pattern = tl.load(bits + part, mask=there, other=0)
+    most = tl.max(value, 0)
+    return most, tl.min(tl.where(value == most, token, 2147483647), 0), tl.reduce(pattern, 0, _or)
 
 
 @triton.jit
@@ -184,11 +201,16 @@ def _tie_weight(logits, weights, size, border, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sample_kernel(
-    logits, rows, positions, numbers, integers, weights, token_table, out,
-    logits_stride, weights_stride, table_stride, table_size, size, BLOCK: tl.constexpr,
+    logits, best, where, bits, rows, positions, numbers, integers, weights, token_table, out,
+    logits_stride, weights_stride, table_stride, table_size, size,
+    PARTS: tl.constexpr, SPACE: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """numbers float64 [rows, 4]: temperature, top_p, min_p, -. integers int64 [rows, 2]: seed,
-    top_k (0: all). The token goes to out and, at its position, to the table."""
+    """best, where, bits: [S, PARTS], of `_largest_kernel`. GREEDY: all temperatures are 0.
+
+    numbers float64 [rows, 4]: temperature, top_p, min_p, -. integers int64 [rows, 2]: seed, top_k
+    (0: all). The token goes to out and, at its position, to the table.
+    """
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i).to(tl.int64)
     position = tl.load(positions + i).to(tl.int64)
@@ -200,9 +222,13 @@ def _sample_kernel(
     seed = tl.load(integers + 2 * row)
     top_k = tl.load(integers + 2 * row + 1)
 
-    most, token, bits = _largest(logits, size, BLOCK)
+    if PDL:
+        gdc_wait()
+    most, token, bits = _largest(
+        best + i * PARTS, where + i * PARTS, bits + i * PARTS, PARTS, SPACE
+    )
     finite = (most < float("inf")) & (most > float("-inf"))
-    if finite & (temperature > 0.0):
+    if not GREEDY and finite & (temperature > 0.0):
         total = _weigh(logits, weights, size, most, temperature, min_p, BLOCK)
         tl.debug_barrier()  # weights are read by other threads than wrote them
         step = tl.where((bits & 0xFFFF) == 0, 65536, tl.where((bits & 0x1FFF) == 0, 8192, 1))
@@ -255,11 +281,21 @@ def sample(
     for weights. NO_TOKEN where the logits are not numbers, or all minus infinity.
     """
     count, size = logits.shape
+    device = logits.device
     shape = (0, 0) if greedy else (count, size)
-    weights = torch.empty(shape, dtype=torch.float64, device=logits.device)
-    options: dict[str, Any] = {"num_warps": 8}
+    weights = torch.empty(shape, dtype=torch.float64, device=device)
+    parts = triton.cdiv(size, BLOCK)
+    best = torch.empty(count, parts, dtype=torch.float32, device=device)
+    where = torch.empty(count, parts, dtype=torch.int32, device=device)
+    bits = torch.empty(count, parts, dtype=torch.int64, device=device)
+    pdl = overlaps(device)
+    _largest_kernel[(count, parts)](
+        logits, best, where, bits, logits.stride(0), size, PARTS=parts, BLOCK=BLOCK, PDL=pdl,
+        num_warps=8, **launch_options(pdl),
+    )  # fmt: skip
     _sample_kernel[(count,)](
-        logits, rows, positions, numbers, integers, weights, token_table, out,
-        logits.stride(0), size, token_table.stride(0), token_table.shape[1], size, BLOCK=BLOCK,
-        **options,
+        logits, best, where, bits, rows, positions, numbers, integers, weights, token_table, out,
+        logits.stride(0), size, token_table.stride(0), token_table.shape[1], size,
+        PARTS=parts, SPACE=triton.next_power_of_2(parts), GREEDY=greedy, BLOCK=BLOCK, PDL=pdl,
+        num_warps=1 if greedy else 8, **launch_options(pdl),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps at a ladder of batch sizes: a step is launched by one call.
+"""CUDA graphs of steps at a ladder of sizes: a step is launched by one call.
 
 Capture records launches with their addresses, so everything that a graph reads is in buffers that
 stay. All graphs take their memory from one pool; they run one after another.
@@ -19,8 +19,16 @@ def ladder(max_num_seqs: int) -> list[int]:
     return [*sizes, *range(256, max_num_seqs, 64), max_num_seqs]
 
 
-class DecodeGraphs:
-    """run: computes a decode step of so many rows from buffers that stay, to logits [rows, V].
+def mixed_ladder(max_num_batched_tokens: int) -> list[int]:
+    """Numbers of tokens to capture steps of any kind for. Larger steps keep a GPU busy for longer
+    than their launches take."""
+    most = min(2048, max_num_batched_tokens)
+    sizes = [32, 64, 96, 128, *range(192, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256)]
+    return [*(size for size in sizes if size < most), most]
+
+
+class StepGraphs:
+    """run: computes a step of so many rows from buffers that stay, to a result [rows, ...].
 
     On a CPU there is nothing to capture: `replay` calls `run`, with the same padding.
     """
@@ -35,11 +43,8 @@ class DecodeGraphs:
         return self._sizes[-1] if self._sizes else 0
 
     @torch.inference_mode()
-    def capture(self) -> None:
+    def capture(self, pool: tuple[int, int]) -> None:
         """Capture all sizes, the largest first, so that the others fit in its memory."""
-        if self._device.type != "cuda":
-            return
-        pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         for size in reversed(self._sizes):
@@ -48,15 +53,15 @@ class DecodeGraphs:
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
-                logits = self._run(size)
-            self._graphs[size] = (graph, logits)
+                result = self._run(size)
+            self._graphs[size] = (graph, result)
         torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def replay(self, count: int) -> Tensor:
-        """Logits [count, V] of a step of `count` rows, valid until the next call."""
+        """The result [count, ...] of a step of `count` rows, valid until the next call."""
         size = self._sizes[bisect_left(self._sizes, count)]
         if not self._graphs:
             return self._run(size)[:count]
-        graph, logits = self._graphs[size]
+        graph, result = self._graphs[size]
         graph.replay()
-        return logits[:count]
+        return result[:count]

@@ -16,6 +16,7 @@ from billfish.kernels.paged_attention import (
     decode,
     planner,
     prefill,
+    prefill_combine,
     prefill_items,
 )
 from billfish.kernels.paged_attention.planner import DecodePlan, Scoring
@@ -116,16 +117,29 @@ def test_plan(monkeypatch, capability):
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
-@pytest.mark.parametrize("programs", [None, 132])
-def test_prefill_items(monkeypatch, programs, capability):
+def test_prefill_items(monkeypatch, capability):
     lens = torch.empty(2, dtype=torch.int32), torch.empty(3, dtype=torch.int32)
     items = torch.empty(4, prefill_items.ENTRY, dtype=torch.int32)
-    arrivals = None if programs is None else torch.empty(programs, 2, dtype=torch.int32)
 
     def launch():
-        prefill_items.list_items(*lens, 100, 4, 32, 4, items, arrivals)
+        prefill_items.list_items(*lens, 100, 4, 32, 4, items, 132)
 
     code, _ = compiled(monkeypatch, prefill_items, "_list_kernel", launch, capability)
+    assert code.spill_bytes == 0
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_prefill_combine(monkeypatch, head_dim):
+    items = torch.empty(4, prefill_items.ENTRY, dtype=torch.int32)
+    acc, sums = torch.empty(132, 128, head_dim), torch.empty(132, 2, 128)
+    info = torch.empty(132, prefill_items.INFO, dtype=torch.int32)
+    out = torch.empty(9, 32, head_dim, dtype=torch.bfloat16)
+
+    def launch():
+        prefill_combine.combine(items, acc, sums, info, torch.zeros(32), out, 2, 4)
+
+    code, _ = compiled(monkeypatch, prefill_combine, "_combine_kernel", launch, 90)
+    assert code.count("LDG.E.128") >= 4
     assert code.spill_bytes == 0
 
 

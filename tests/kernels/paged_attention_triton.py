@@ -4,6 +4,7 @@ Run by test_paged_attention_triton.py in a process of its own: a process either 
 kernels or compiles them. By hand: TRITON_INTERPRET=1 pytest tests/kernels/paged_attention_triton.py
 """
 
+import itertools
 import math
 import random
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from billfish.kernels.paged_attention import (
 )
 from billfish.kernels.paged_attention.metadata import AttentionMetadata
 from billfish.kernels.paged_attention.planner import DecodePlan, Scoring
+from billfish.kernels.paged_attention.prefill_combine import combine
 from billfish.kernels.paged_attention.prefill_items import ENTRY, list_items
 
 HUGE = 2**30
@@ -180,7 +182,7 @@ def test_same_bits_whatever_finishes_last():
 
 @pytest.mark.parametrize("num_requests", [0, 1, 40, 300])
 @pytest.mark.parametrize("extra_tokens", [0, 9])
-@pytest.mark.parametrize("programs", [None, 132])
+@pytest.mark.parametrize("programs", [0, 132])
 def test_prefill_items(num_requests, extra_tokens, programs):
     """Against a sort: most KV first, equals by number, decoded requests without blocks; no more
     parts in all than programs, and none of fewer tiles than pay off.
@@ -191,8 +193,7 @@ def test_prefill_items(num_requests, extra_tokens, programs):
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     tokens = int(starts[-1]) + extra_tokens
     items = torch.full((num_requests + 3, ENTRY), -7, dtype=torch.int32)
-    arrivals = None if programs is None else torch.full((programs, 2), -7, dtype=torch.int32)
-    list_items(torch.tensor(seq_lens, dtype=torch.int32), starts, tokens, 4, 32, 4, items, arrivals)
+    list_items(torch.tensor(seq_lens, dtype=torch.int32), starts, tokens, 4, 32, 4, items, programs)
     blocks = [-(-n * 4 // 128) if n > 4 else 0 for n in query_lens] + [-(-extra_tokens * 4 // 128)]
     parts = items[: num_requests + 1, 1].tolist()
     total = slots = 0
@@ -202,12 +203,48 @@ def test_prefill_items(num_requests, extra_tokens, programs):
         total += blocks[r] * parts[r]
         slots += blocks[r] * parts[r] * 8 if parts[r] > 1 else 0
         assert parts[r] == 1 or seq_lens[r] // 128 + 1 >= 6 * parts[r]
-    assert items[num_requests + 1 :, 0].tolist() == [total, -7]
-    if arrivals is None:
-        assert set(parts) == {1}
-    else:
-        assert slots <= programs
-        assert not arrivals.any()
+    assert items[num_requests + 1 :, :2].tolist() == [[total, slots], [-7, -7]]
+    assert slots <= programs
+    assert programs or set(parts) == {1}
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_prefill_combine(with_sinks):
+    """Three items in five slots, one of them whole; the rest of the slots holds NaN."""
+    generator = torch.Generator().manual_seed(0)
+    pack, heads, head_dim = 4, 8, 16
+    scores = torch.randn(128, 300, generator=generator) * 5
+    values = torch.randn(300, head_dim, generator=generator)
+    acc, sums = torch.full((9, 128, head_dim), math.nan), torch.full((9, 2, 128), math.nan)
+    info = torch.full((9, 4), -1, dtype=torch.int32)
+    sinks = torch.linspace(-1, 3, heads) if with_sinks else None
+    out = torch.full((40, heads, head_dim), math.nan)
+    expected = out.clone()
+    slot = 0
+    for first_token, tokens, head0, bounds in (
+        (3, 32, 4, [0, 100, 101, 300]), (1, 2, 0, [0, 300]), (20, 7, 0, [0, 40, 80, 120, 160, 300])
+    ):  # fmt: skip
+        rows = tokens * pack
+        for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            part = scores[:rows, begin:end]
+            top = part.amax(1)
+            weights = (part - top[:, None]).exp2()
+            acc[slot, :rows] = weights @ values[begin:end]
+            sums[slot, :, :rows] = torch.stack((top, weights.sum(1)))
+            parts = 0 if i else len(bounds) - 1
+            info[slot] = torch.tensor([first_token, tokens, head0, parts])
+            slot += 1
+        where = (slice(first_token, first_token + tokens), slice(head0, head0 + pack))
+        logits = scores[:rows].double() * math.log(2)
+        if sinks is not None:
+            extra = sinks[head0 : head0 + pack].double().repeat(tokens)[:, None]
+            logits = torch.cat((logits, extra), 1)
+        weights = logits.softmax(1)[:, :300]
+        expected[where] = (weights @ values.double()).view(tokens, pack, head_dim).float()
+    items = torch.zeros(3, ENTRY, dtype=torch.int32)
+    items[2, 1] = slot
+    combine(items, acc, sums, info, sinks, out, 1, pack)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_few_queries_over_much_kv_are_shared_out():
@@ -216,7 +253,7 @@ def test_few_queries_over_much_kv_are_shared_out():
         items = torch.zeros(3, ENTRY, dtype=torch.int32)
         starts = torch.tensor([0, 20], dtype=torch.int32)
         lens = torch.tensor([kv_len], dtype=torch.int32)
-        list_items(lens, starts, 20, 4, 32, 4, items, torch.zeros(132, 2, dtype=torch.int32))
+        list_items(lens, starts, 20, 4, 32, 4, items, 132)
         assert items[0, 1] == expected
 
 

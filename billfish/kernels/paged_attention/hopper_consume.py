@@ -226,16 +226,17 @@ def consume(
                 q, record, turn, slots, k, v, scores, k_stage, k_phase, v_stage, v_phase,
                 batch.BLOCK_SIZE, ACC,
             )  # fmt: skip
+            first_token = field(record, 0)
+            head0 = field(record, 2) * batch.PACK
             parts = field(record, 8)
-            done = parts == 1
-            if parts > 1:
-                done, o, top, total = output.partials.exchange(
-                    c, o, top, total, parts, field(record, 10), field(record, 9)
-                )
-            if done:
-                head0 = field(record, 2) * batch.PACK
+            if parts == 1:
                 o = output.normalize(o, top, total, head0)
-                output.store(o, q, field(record, 0) + c * SHARE, tokens, head0)
+                output.store(o, q, first_token + c * SHARE, tokens, head0)
+            else:
+                output.partials.leave(
+                    c, o, top, total, field(record, 9), first_token, tokens, head0,
+                    gl.where(field(record, 10) == 0, parts, 0),
+                )  # fmt: skip
         else:
             tma.store_wait(0)
             slots.release_other(turn)

@@ -1,62 +1,42 @@
-"""Where the rows of the Hopper prefill kernel go: combined over parts, normalized, stored."""
+"""Where the rows of the Hopper prefill kernel go: normalized and stored, or left as a part."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from billfish.kernels.gluon_compat import aggregate, barrier
+from billfish.kernels.gluon_compat import aggregate
+from billfish.kernels.paged_attention import prefill_items
 from billfish.kernels.paged_attention.hopper_feed import HALF, ROWS
-from billfish.kernels.paged_attention.tile import LOG2E, NO_SCORE
+from billfish.kernels.paged_attention.tile import LOG2E
+
+INFO = gl.constexpr(prefill_items.INFO)
 
 
 @aggregate
 class Partials:
-    """Results of the parts of items whose keys are shared out, until the last part is done."""
+    """Results of the parts of items whose keys are shared out, for `prefill_combine`."""
 
     acc: gl.tensor
     sums: gl.tensor
-    arrivals: gl.tensor
+    info: gl.tensor
 
     @gluon.jit
-    def exchange(self, c: gl.constexpr, o, top, total, parts, part, slot):
-        """Leave the rows of warpgroup c; combine those of all parts, in order, if this is the last
-        to come: (whether it is, sum of weights times V, top, sum of weights [HALF]).
-        """
+    def leave(self, c: gl.constexpr, o, top, total, slot, first_token, tokens, head0, parts):
+        """Leave the rows of warpgroup c. parts: of the item, 0 but for its first part."""
         ACC: gl.constexpr = o.type.layout
-        ROW: gl.constexpr = gl.SliceLayout(1, ACC)
         D: gl.constexpr = o.shape[1]
-        row = c * HALF + gl.arange(0, HALF, layout=ROW)
+        row = c * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, ACC))
         d = gl.arange(0, D, layout=gl.SliceLayout(0, ACC))
-        offset = gl.expand_dims(row, 1) * D + gl.expand_dims(d, 0)
-        gl.store(self.acc + slot.to(gl.int64) * (ROWS * D) + offset, o)
+        at = self.acc + slot.to(gl.int64) * (ROWS * D)
+        gl.store(at + gl.expand_dims(row, 1) * D + gl.expand_dims(d, 0), o)
         gl.store(self.sums + slot * (2 * ROWS) + row, top)
         gl.store(self.sums + slot * (2 * ROWS) + ROWS + row, total)
-        first = slot - part
-        arrival = self.arrivals + first * 2 + c
-        barrier()  # all four warps have stored before one thread announces it
-        arrived = gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
-        last = arrived == parts - 1
-        if last:
-            gl.store(arrival, 0)
-            top = gl.full([HALF], NO_SCORE, gl.float32, ROW)
-            total = gl.zeros([HALF], gl.float32, ROW)
-            o = gl.zeros([HALF, D], gl.float32, ACC)
-            sums = self.sums + first * (2 * ROWS)
-            acc = self.acc + first.to(gl.int64) * (ROWS * D)
-            for _ in range(parts):
-                # .cg: written by other multiprocessors, so not to be found in this one's L1.
-                part_top = gl.load(sums + row, cache_modifier=".cg")
-                part_total = gl.load(sums + ROWS + row, cache_modifier=".cg")
-                part_o = gl.load(acc + offset, cache_modifier=".cg")
-                sums += 2 * ROWS
-                acc += ROWS * D
-                new_top = gl.maximum(top, part_top)
-                decay = gl.exp2(top - new_top)
-                weight = gl.exp2(part_top - new_top)
-                total = total * decay + part_total * weight
-                o = o * gl.expand_dims(decay, 1) + part_o * gl.expand_dims(weight, 1)
-                top = new_top
-        return last, o, top, total
+        if c == 0:
+            info = self.info + slot * INFO
+            gl.store(info, first_token)
+            gl.store(info + 1, tokens)
+            gl.store(info + 2, head0)
+            gl.store(info + 3, parts)
 
 
 @aggregate

@@ -32,6 +32,7 @@ from billfish.kernels.paged_attention.planner import (
     Workspace,
     multiprocessors,
 )
+from billfish.kernels.paged_attention.prefill_combine import combine
 from billfish.kernels.paged_attention.prefill_items import ENTRY, ROWS, list_items, packed_heads
 from billfish.kernels.paged_attention.tile import LOG2E
 
@@ -49,7 +50,7 @@ _COUNTS = ["num_requests", "num_tokens", "decoded_len", "window", "table_stride"
 @gluon.jit(do_not_specialize=_COUNTS)
 def _prefill_kernel(
     q_desc, k_desc, v_desc, out_desc, out, block_table, seq_lens, query_start, sinks, items,
-    draws, split_acc, split_sums, split_arrivals, num_requests, num_tokens, decoded_len, window,
+    draws, split_acc, split_sums, split_info, num_requests, num_tokens, decoded_len, window,
     table_stride, section, scale, soft_cap,
     HEADS: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
@@ -72,7 +73,7 @@ def _prefill_kernel(
     v = make_ring(DTYPE, [V_STAGES, TILE, D], SWIZZLED, V_STAGES, 2)
     slots = Slots(make_ring(DTYPE, [4, HALF, D], SWIZZLED, 2, 2))
     records = make_ring(gl.int32, [1, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]), 1, READERS)
-    partials = Partials(split_acc, split_sums, split_arrivals)
+    partials = Partials(split_acc, split_sums, split_info)
     output = Output(out, out_desc, sinks, partials, HEADS, PACK, HAS_SINKS)
     gl.warp_specialize(
         [
@@ -140,7 +141,7 @@ def prefill(
     if plan is None:
         items = torch.empty(num_requests + 2, ENTRY, dtype=torch.int32, device=device)
         draws = torch.zeros(1, dtype=torch.int32, device=device)
-        list_items(seq_lens, query_start, num_tokens, decoded_len, num_heads, pack, items)
+        list_items(seq_lens, query_start, num_tokens, decoded_len, num_heads, pack, items, 0)
         feed = (items, draws, items, items, items)  # the last three are for parts: there are none
         blocks = num_tokens * pack // ROWS + num_requests + 1  # at most
         num_programs = min(num_programs, blocks * sets)
@@ -175,3 +176,7 @@ def prefill(
         CONSUMER_REGS=CONSUMER_REGISTERS, OTHER_REGS=OTHER_REGISTERS, PDL=overlap,
         launch_pdl=overlap, num_warps=4, maxnreg=168,
     )  # fmt: skip
+    window, sinks = scoring.sliding_window, scoring.sinks
+    step = (num_tokens, num_requests, max_seq_len, num_heads, pack, window)
+    if plan is not None and plan.sharers(*step):
+        combine(plan.items, *plan[7:10], sinks, out, num_requests, pack)

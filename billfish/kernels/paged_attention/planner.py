@@ -22,7 +22,14 @@ from torch import Tensor
 from billfish.errors import KernelArgumentError
 from billfish.kernels.gluon_compat import gluon_supported
 from billfish.kernels.paged_attention.metadata import AttentionMetadata
-from billfish.kernels.paged_attention.prefill_items import ENTRY, ROWS, list_items, packed_heads
+from billfish.kernels.paged_attention.prefill_items import (
+    ENTRY,
+    INFO,
+    ROWS,
+    list_items,
+    packed_heads,
+    sharers,
+)
 
 SEGMENT_CHARGE = 4
 """What the start and end of a request cost a program, in tiles."""
@@ -142,8 +149,8 @@ class Workspace(NamedTuple):
     dim]; sums float32 [P, HKV, B, 2, 2, ROWS]; arrivals int32 [R, HKV, B], 0 between launches.
 
     For the Hopper prefill kernel, on M multiprocessors: items int32 [R + 2, 4], see
-    `prefill_items.list_items`; draws int32 [1] and split_arrivals int32 [M, 2], 0 between launches;
-    split_acc float32 [M, 128, head dim]; split_sums float32 [M, 2, 128].
+    `prefill_items.list_items`; draws int32 [1], 0 between launches; split_acc float32 [M, 128, head
+    dim], split_sums float32 [M, 2, 128] and split_info int32 [M, 4] for M parts of items.
     """
 
     borders: Tensor
@@ -155,7 +162,17 @@ class Workspace(NamedTuple):
     draws: Tensor
     split_acc: Tensor
     split_sums: Tensor
-    split_arrivals: Tensor
+    split_info: Tensor
+
+    def sharers(
+        self, num_tokens: int, num_requests: int, max_seq_len: int, num_heads: int, pack: int,
+        sliding_window: int | None,
+    ) -> int:  # fmt: skip
+        """Multiprocessors among which a prefill step shares out keys, or 0: the same when a step is
+        planned and when it runs. A window bounds the keys of an item, so nothing is split there.
+        """
+        programs = self.split_acc.shape[0] if sliding_window is None else 0
+        return sharers(programs, num_tokens, num_requests, max_seq_len, num_heads // pack, pack)
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +223,8 @@ class DecodePlan:
         if num_programs is None:
             hopper_decodes = hopper and hopper_covers(head_dim, block_size, packed)
             num_programs = sms if hopper_decodes else 2 * sms
-        sharers = sms if hopper and head_dim in HOPPER_HEAD_DIMS else 0
+        splits_prefill = hopper and head_dim in HOPPER_HEAD_DIMS and not batch_invariant
+        shares = sms if splits_prefill else 0
         rows = min(max(triton.next_power_of_2(packed), 16), 64 if padded_dim <= 128 else 32)
         row_blocks = triton.cdiv(packed, rows)
         splits = _round_splits(max(1, num_programs // (num_kv_heads * row_blocks)))
@@ -221,9 +239,11 @@ class DecodePlan:
             ),
             items=torch.empty(max_requests + 2, ENTRY, dtype=torch.int32, device=device),
             draws=torch.zeros(1, dtype=torch.int32, device=device),
-            split_acc=torch.empty(sharers, ROWS, head_dim, dtype=torch.float32, device=device),
-            split_sums=torch.empty(sharers, 2, ROWS, dtype=torch.float32, device=device),
-            split_arrivals=torch.zeros(sharers, 2, dtype=torch.int32, device=device),
+            split_acc=torch.empty(
+                shares, ROWS, head_dim, dtype=torch.float32, device=device
+            ),
+            split_sums=torch.empty(shares, 2, ROWS, dtype=torch.float32, device=device),
+            split_info=torch.empty(shares, INFO, dtype=torch.int32, device=device),
         )
         return cls(
             num_heads, num_kv_heads, head_dim, max_query_len, sliding_window, batch_invariant,
@@ -263,13 +283,13 @@ class DecodePlan:
         """Fill `items` for a step with prefill."""
         workspace, num_tokens = self.workspace, metadata.slot_mapping.shape[0]
         requests, longest = metadata.seq_lens.shape[0], metadata.max_query_len
-        # A window bounds the keys of an item, so nothing is split there.
-        whole = self.batch_invariant or self.sliding_window is not None
+        pack = packed_heads(self.num_heads // self.num_kv_heads)
+        step = (num_tokens, requests, metadata.max_seq_len)
+        programs = workspace.sharers(*step, self.num_heads, pack, self.sliding_window)
         list_items(
             metadata.seq_lens, metadata.query_start, num_tokens,
             short_limit(self.max_query_len, num_tokens, requests, longest),
-            self.num_heads, packed_heads(self.num_heads // self.num_kv_heads), workspace.items,
-            None if whole else workspace.split_arrivals,
+            self.num_heads, pack, workspace.items, programs,
         )  # fmt: skip
 
     def _is_like(self, other: "DecodePlan") -> bool:

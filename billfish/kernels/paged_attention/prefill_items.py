@@ -23,6 +23,10 @@ FEWEST_TILES = 6
 ENTRY = 4
 """Integers of a request in the list."""
 
+INFO = 4
+"""Integers of a slot that say what a partial result is of: first token, tokens, first head, and the
+parts of the item, but 0 in all slots except its first."""
+
 _REQUESTS_AT_ONCE = 256
 _REQUESTS_A_PROGRAM = 8
 
@@ -56,7 +60,7 @@ def _parts(first, work, programs, FEWEST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_requests", "num_tokens", "decoded_len", "programs"])
 def _list_kernel(
-    seq_lens, query_start, items, arrivals, num_requests, num_tokens, decoded_len, programs,
+    seq_lens, query_start, items, num_requests, num_tokens, decoded_len, programs,
     SETS: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     FEWEST: tl.constexpr, ENTRY: tl.constexpr, OWN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -76,6 +80,7 @@ def _list_kernel(
     before = tl.zeros([OWN], tl.int32)
     slots = tl.zeros([OWN], tl.int32)
     total = 0
+    all_slots = 0
     for start in range(0, num_requests + 1, CHUNK):
         r = start + tl.arange(0, CHUNK)
         kv_len, blocks, first, _last = _row_blocks(
@@ -90,6 +95,7 @@ def _list_kernel(
         split = ahead & (parts > 1)[None, :]
         slots += tl.sum(tl.where(split, count[None, :] * SETS, 0), 1)
         total += tl.sum(count, 0)
+        all_slots += tl.sum(tl.where(parts > 1, count * SETS, 0), 0)
     entry = items + ENTRY * mine
     inside = mine <= num_requests
     tl.store(entry, before, mask=inside)
@@ -97,9 +103,7 @@ def _list_kernel(
     tl.store(entry + 2, slots, mask=inside)
     if tl.program_id(0) == 0:
         tl.store(items + ENTRY * (num_requests + 1), total)
-        for slot in range(0, 2 * programs, CHUNK):
-            lane = slot + tl.arange(0, CHUNK)
-            tl.store(arrivals + lane, 0, mask=lane < 2 * programs)
+        tl.store(items + ENTRY * (num_requests + 1) + 1, all_slots)
 
 
 def list_items(
@@ -110,23 +114,35 @@ def list_items(
     num_heads: int,
     pack: int,
     items: Tensor,
-    arrivals: Tensor | None = None,
+    programs: int,
 ) -> None:
     """Fill items int32 [R + 2 or more, ENTRY] for requests of more than decoded_len new tokens.
 
     items[r] = (blocks, times their parts, of the requests with more KV than r; parts of each of its
     own; slots for the partial results of those before). r = R stands for tokens of no request;
-    items[R + 1] = (all blocks times parts). pack: heads packed as rows. arrivals int32 [P, 2] is
-    zeroed; P, the number of multiprocessors, is also the most partial results; without it nothing
-    is split.
+    items[R + 1] = (all blocks times parts, all slots). pack: heads packed as rows. programs: the
+    multiprocessors among which keys are shared out and the most slots, or 0 to split nothing.
     """
     num_requests = seq_lens.shape[0]
     _list_kernel[(triton.cdiv(num_requests + 1, _REQUESTS_A_PROGRAM),)](
-        seq_lens, query_start, items, items if arrivals is None else arrivals,
-        num_requests, num_tokens, decoded_len, 0 if arrivals is None else arrivals.shape[0],
+        seq_lens, query_start, items, num_requests, num_tokens, decoded_len, programs,
         SETS=num_heads // pack, PACK=pack, ROWS=ROWS, KEYS=KEYS, FEWEST=FEWEST_TILES, ENTRY=ENTRY,
         OWN=_REQUESTS_A_PROGRAM, CHUNK=_REQUESTS_AT_ONCE,
     )  # fmt: skip
+
+
+def sharers(
+    programs: int, num_tokens: int, num_requests: int, max_seq_len: int, sets: int, pack: int
+) -> int:
+    """`programs`, or 0 where what the host knows of a step leaves nothing to split, as for whole
+    prompts. It decides about time, not about results.
+    """
+    # The fewest tiles that so many rows may see: one a block, or those of equally long prompts.
+    blocks = num_tokens * pack / ROWS
+    prompts = num_tokens * blocks / (2 * KEYS * max(num_requests, 1))
+    longest = max_seq_len // KEYS + 1
+    pays = longest >= 2 * FEWEST_TILES and longest * programs >= 2 * sets * max(blocks, prompts)
+    return programs if pays else 0
 
 
 def packed_heads(group: int) -> int:

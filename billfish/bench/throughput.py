@@ -9,16 +9,30 @@ generates the same number of tokens, greedily, so that peers without ragged batc
     prefill_tok_s   prompt tokens of the batch / time to the first tokens of all
     output_tok_s    output tokens after the first ones / time from there to the end
     start_s         start of the process to its first token, file in the page cache
+    step_ms         with --parts: where the time of a decoding step goes, see `step_time`
+
+Rows say how much of the machine's processor time others took meanwhile (`others`, a share): where
+that is not near 0 the figures are worth little. A figure is of few seconds, so peers are compared
+within one file only.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+KV_DTYPES = {
+    "billfish": "bfloat16",
+    "transformers float32": "float32",
+    "transformers bfloat16": "bfloat16",
+    "llama.cpp": "float16",
+}
 
 Measure = Callable[[str, int, int, int], tuple[float, float]]
 """(model file, batch, prompt, output) -> seconds to the first tokens, seconds to the last."""
@@ -46,8 +60,6 @@ def billfish(path: str, batch: int, prompt: int, output: int) -> tuple[float, fl
 
 def transformers(dtype: str) -> Measure:
     def measure(path: str, batch: int, prompt: int, output: int) -> tuple[float, float]:
-        from pathlib import Path
-
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -149,36 +161,84 @@ def start_seconds(path: str) -> float:
 
 
 def run(path: str, names: list[str], batches: list[int], options: argparse.Namespace) -> list[Any]:
-    times: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    times: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
     for _ in range(options.rounds):
         for batch in batches:
             for name in names:
-                command = [sys.executable, "-m", "billfish.bench.throughput", "--one", name]
-                command += [path, str(batch), str(options.prompt), str(options.output)]
-                done = subprocess.run(command, capture_output=True, text=True, check=False)
-                if done.returncode != 0:
-                    raise SystemExit(f"{name} at batch {batch} failed:\n{done.stderr[-2000:]}")
-                first, last = json.loads(done.stdout.splitlines()[-1])
-                times.setdefault((name, batch), []).append((first, last))
-                print(name, batch, f"first {first:.2f} s, all {last:.2f} s", flush=True)
+                first, last, others = _one(name, path, batch, options)
+                times.setdefault((name, batch), []).append((first, last, others))
+                text = f"first {first:.2f} s, all {last:.2f} s, others {others:.0%}"
+                print(name, batch, text, flush=True)
     rows = []
     for (name, batch), rounds in times.items():
-        prefill = [batch * options.prompt / first for first, _ in rounds]
-        decode = [batch * (options.output - 1) / (last - first) for first, last in rounds]
+        prefill = [batch * options.prompt / first for first, _, _ in rounds]
+        decode = [batch * (options.output - 1) / (last - first) for first, last, _ in rounds]
+        others = max(share for _, _, share in rounds)
         for measure, values in (("prefill_tok_s", prefill), ("output_tok_s", decode)):
             value, spread = statistics.median(values), max(values) - min(values)
-            rows.append(_row(options, name, measure, batch, value, spread))
-    starts = [start_seconds(path) for _ in range(options.rounds)]
-    value, spread = statistics.median(starts), max(starts) - min(starts)
-    rows.append(_row(options, "billfish", "start_s", 1, value, spread))
+            rows.append(_row(options, name, measure, batch, value, spread, others=round(others, 3)))
+    if options.parts:
+        rows += _part_rows(path, batches, options)
+    if 1 in batches:
+        starts = [start_seconds(path) for _ in range(options.rounds)]
+        value, spread = statistics.median(starts), max(starts) - min(starts)
+        rows.append(_row(options, "billfish", "start_s", 1, value, spread))
     return rows
 
 
+def _one(name: str, path: str, batch: int, options: argparse.Namespace) -> Any:
+    """One measurement, or {part: milliseconds} for the name "parts", in a process of its own."""
+    command = [sys.executable, "-m", "billfish.bench.throughput", "--one", name]
+    command += [path, str(batch), str(options.prompt), str(options.output)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{name} at batch {batch} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _part_rows(path: str, batches: list[int], options: argparse.Namespace) -> list[Any]:
+    rows = []
+    for batch in batches:
+        rounds = [_one("parts", path, batch, options) for _ in range(options.rounds)]
+        for part in rounds[0]:
+            values = [each[part] for each in rounds]
+            value, spread = statistics.median(values), max(values) - min(values)
+            rows.append(_row(options, "billfish", "step_ms", batch, value, spread, part=part))
+    return rows
+
+
+def _busy() -> tuple[float, float]:
+    """Seconds of processor time: of all processes, and of this one. Equal where nobody says."""
+    mine = sum(os.times()[:4])
+    try:
+        fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+    except OSError:
+        return mine, mine
+    ticks = [int(field) for field in fields]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK"), mine
+
+
+def _with_others(measure: Measure, path: str, *sizes: int) -> tuple[float, float, float]:
+    (all_before, mine_before), start = _busy(), time.perf_counter()
+    first, last = measure(path, *sizes)
+    all_after, mine_after = _busy()
+    taken = (all_after - all_before) - (mine_after - mine_before)
+    share = taken / (time.perf_counter() - start) / (os.cpu_count() or 1)
+    return first, last, max(0.0, share)
+
+
 def _row(
-    options: argparse.Namespace, name: str, measure: str, batch: int, value: float, spread: float
+    options: argparse.Namespace,
+    name: str,
+    measure: str,
+    batch: int,
+    value: float,
+    spread: float,
+    **more: Any,
 ) -> dict[str, Any]:
     return {
-        "model": options.model, "weights": "gguf", "impl": name, "measure": measure,
+        "model": options.model, "weights": "gguf", "kv_dtype": KV_DTYPES[name], "impl": name,
+        "measure": measure, **more,
         "batch": batch, "prompt": options.prompt, "output": options.output,
         "value": round(value, 2), "spread": round(spread, 2),
     }  # fmt: skip
@@ -187,7 +247,12 @@ def _row(
 def main(arguments: list[str]) -> None:
     if arguments[:1] == ["--one"]:
         name, path, *sizes = arguments[1:]
-        print(json.dumps(IMPLEMENTATIONS[name](path, *map(int, sizes))))
+        if name == "parts":
+            from billfish.bench.step_time import step_parts
+
+            print(json.dumps(step_parts(path, *map(int, sizes))))
+        else:
+            print(json.dumps(_with_others(IMPLEMENTATIONS[name], path, *map(int, sizes))))
         return
     from billfish.bench import record
     from billfish.checkpoint.locate import DEMO_MODEL, locate
@@ -204,6 +269,7 @@ def main(arguments: list[str]) -> None:
     cli.add_argument("--prompt", type=int, default=128, help="tokens")
     cli.add_argument("--output", type=int, default=128, help="tokens")
     cli.add_argument("--rounds", type=int, default=3)
+    cli.add_argument("--parts", action="store_true", help="also where a decoding step's time goes")
     options = cli.parse_args(arguments)
     wanted = ("billfish", *options.peers.split(","))
     names = [n for n in IMPLEMENTATIONS if n.split()[0] in wanted]
@@ -212,6 +278,10 @@ def main(arguments: list[str]) -> None:
         "billfish bench throughput " + " ".join(arguments),
         ("transformers", "llama-cpp-python"),
     )
+    if "llama.cpp" in names:
+        import llama_cpp
+
+        head["llama.cpp"] = llama_cpp.llama_print_system_info().decode().strip()
     rows = run(str(locate(options.model)), names, batches, options)
     record.write(options.out, head, rows)
     for row in rows:

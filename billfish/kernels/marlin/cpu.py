@@ -26,7 +26,7 @@ from billfish.kernels._library import bad_argument
 if TYPE_CHECKING:
     from billfish.kernels.marlin.weight import PackedWeight
 
-INT4_MAX_ROWS = 48
+INT4_MAX_ROWS = 64
 """Rows of x up to which torch's int4 operation beats dequantizing first.
 
 Both cost the same time a weight whatever the shape, so one number is enough: the operation's time
@@ -34,8 +34,8 @@ grows with every row, and dequantizing costs the same for all.
 """
 
 _INT4_GROUPS = (128, 64, 32)
-_RUN_ELEMENTS = 1 << 20
-"""Weights dequantized at once: few enough to stay in cache and to reuse the allocator's memory."""
+_RUN_ELEMENTS = 1 << 21
+"""Weights dequantized at once: enough for the calls to cost little, few enough to reuse memory."""
 
 
 @lru_cache(maxsize=1)

@@ -264,7 +264,7 @@ def main(arguments: list[str]) -> None:
     )
     cli.add_argument("--out", required=True, help="JSON file to write")
     cli.add_argument("--model", default=DEMO_MODEL)
-    cli.add_argument("--peers", default="", help="transformers, llama.cpp: comma-separated")
+    cli.add_argument("--peers", default="", help="transformers, transformers float32, llama.cpp: comma-separated")
     cli.add_argument("--batches", default="1,8,32")
     cli.add_argument("--prompt", type=int, default=128, help="tokens")
     cli.add_argument("--output", type=int, default=128, help="tokens")
@@ -272,7 +272,7 @@ def main(arguments: list[str]) -> None:
     cli.add_argument("--parts", action="store_true", help="also where a decoding step's time goes")
     options = cli.parse_args(arguments)
     wanted = ("billfish", *options.peers.split(","))
-    names = [n for n in IMPLEMENTATIONS if n.split()[0] in wanted]
+    names = [n for n in IMPLEMENTATIONS if n in wanted or n.split()[0] in wanted]
     batches = [int(b) for b in options.batches.split(",")]
     head = record.environment(
         "billfish bench throughput " + " ".join(arguments),

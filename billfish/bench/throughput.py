@@ -264,7 +264,9 @@ def main(arguments: list[str]) -> None:
     )
     cli.add_argument("--out", required=True, help="JSON file to write")
     cli.add_argument("--model", default=DEMO_MODEL)
-    cli.add_argument("--peers", default="", help="transformers, transformers float32, llama.cpp: comma-separated")
+    cli.add_argument(
+        "--peers", default="", help="transformers, transformers float32, llama.cpp: comma-separated"
+    )
     cli.add_argument("--batches", default="1,8,32")
     cli.add_argument("--prompt", type=int, default=128, help="tokens")
     cli.add_argument("--output", type=int, default=128, help="tokens")

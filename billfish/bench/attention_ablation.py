@@ -136,12 +136,12 @@ def _in_one_section(call: Call) -> None:
     """Draw the items of all heads together, as if all their keys fitted in the L2."""
     from billfish.kernels.paged_attention import hopper_prefill
 
-    before = hopper_prefill.SECTION_BYTES
-    hopper_prefill.SECTION_BYTES = 10**18
+    before = hopper_prefill.L2_BYTES
+    hopper_prefill.L2_BYTES = 10**18
     try:
         call()
     finally:
-        hopper_prefill.SECTION_BYTES = before
+        hopper_prefill.L2_BYTES = before
 
 
 def _attend_calls(batch: Batch, steps: list[AttentionMetadata]) -> list[Call]:

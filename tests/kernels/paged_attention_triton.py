@@ -22,7 +22,7 @@ from billfish.kernels.paged_attention import (
 from billfish.kernels.paged_attention.metadata import AttentionMetadata
 from billfish.kernels.paged_attention.planner import DecodePlan, Scoring
 from billfish.kernels.paged_attention.prefill_combine import combine
-from billfish.kernels.paged_attention.prefill_items import ENTRY, list_items
+from billfish.kernels.paged_attention.prefill_items import ENTRY, list_items, sharers
 
 HUGE = 2**30
 
@@ -245,6 +245,24 @@ def test_prefill_combine(with_sinks):
     items[2, 1] = slot
     combine(items, acc, sums, info, sinks, out, 1, pack)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_requests", "max_seq_len", "expected"),
+    [
+        (64, 1, 8256, 132),
+        (3 * 64, 3, 8256, 132),
+        (64 + 40, 65, 8192, 132),  # 64 decode beside one with 40 new tokens
+        (512, 1, 8704, 0),  # 128 items: as many as fit
+        (2048, 1, 2048, 0),
+        (64, 1, 1024, 0),  # too few keys to pay off
+        (1300, 40, 8192, 0),
+        (0, 0, 0, 0),
+    ],
+)
+def test_when_keys_are_shared_out(num_tokens, num_requests, max_seq_len, expected):
+    assert sharers(132, num_tokens, num_requests, max_seq_len, 4, 8, 4) == expected
+    assert sharers(0, num_tokens, num_requests, max_seq_len, 4, 8, 4) == 0
 
 
 def test_few_queries_over_much_kv_are_shared_out():

@@ -37,9 +37,9 @@ from billfish.kernels.paged_attention.prefill_items import ENTRY, ROWS, list_ite
 from billfish.kernels.paged_attention.tile import LOG2E
 
 K_STAGES, V_STAGES = 3, 2
-SECTION_BYTES = 18_000_000
-"""Keys and values of as many heads as fit, but at least one, are gone through before others: about
-what the L2 of a Hopper GPU holds beside the rest."""
+L2_BYTES, SECTION_BYTES = 40_000_000, 18_000_000
+"""Where the keys and values of all heads do not fit in the first, heads are gone through in
+sections of the second, one at least: what the L2 of a Hopper GPU keeps."""
 
 CONSUMER_REGISTERS, OTHER_REGISTERS = 232, 40
 
@@ -147,8 +147,7 @@ def prefill(
         num_programs = min(num_programs, blocks * sets)
     else:
         feed = plan[5:]
-    kv_bytes = max(1, max_seq_len) * 2 * head_dim * k_cache.element_size()
-    section = min(max(1, SECTION_BYTES // kv_bytes) * (sets // num_kv_heads), sets)
+    section = _section(num_kv_heads, max_seq_len, head_dim) * (sets // num_kv_heads)
     box = min(block_size, TILE.value)
     row = num_kv_heads * head_dim
     k_desc, v_desc = (
@@ -177,6 +176,14 @@ def prefill(
         launch_pdl=overlap, num_warps=4, maxnreg=168,
     )  # fmt: skip
     window, sinks = scoring.sliding_window, scoring.sinks
-    step = (num_tokens, num_requests, max_seq_len, num_heads, pack, window)
+    step = (num_tokens, num_requests, max_seq_len, decoded_len, num_heads, pack, window)
     if plan is not None and plan.sharers(*step):
         combine(plan.items, *plan[7:10], sinks, out, num_requests, pack)
+
+
+def _section(num_kv_heads: int, max_seq_len: int, head_dim: int) -> int:
+    """How many KV heads are gone through together."""
+    head_bytes = 2 * max(max_seq_len, 1) * head_dim * 2  # K and V, 16 bits
+    if num_kv_heads * head_bytes <= L2_BYTES:
+        return num_kv_heads
+    return min(max(1, SECTION_BYTES // head_bytes), num_kv_heads)

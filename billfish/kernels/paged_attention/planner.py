@@ -165,14 +165,15 @@ class Workspace(NamedTuple):
     split_info: Tensor
 
     def sharers(
-        self, num_tokens: int, num_requests: int, max_seq_len: int, num_heads: int, pack: int,
-        sliding_window: int | None,
+        self, num_tokens: int, num_requests: int, max_seq_len: int, decoded_len: int,
+        num_heads: int, pack: int, sliding_window: int | None,
     ) -> int:  # fmt: skip
         """Multiprocessors among which a prefill step shares out keys, or 0: the same when a step is
         planned and when it runs. A window bounds the keys of an item, so nothing is split there.
         """
         programs = self.split_acc.shape[0] if sliding_window is None else 0
-        return sharers(programs, num_tokens, num_requests, max_seq_len, num_heads // pack, pack)
+        sets = num_heads // pack
+        return sharers(programs, num_tokens, num_requests, max_seq_len, decoded_len, sets, pack)
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,9 +240,7 @@ class DecodePlan:
             ),
             items=torch.empty(max_requests + 2, ENTRY, dtype=torch.int32, device=device),
             draws=torch.zeros(1, dtype=torch.int32, device=device),
-            split_acc=torch.empty(
-                shares, ROWS, head_dim, dtype=torch.float32, device=device
-            ),
+            split_acc=torch.empty(shares, ROWS, head_dim, dtype=torch.float32, device=device),
             split_sums=torch.empty(shares, 2, ROWS, dtype=torch.float32, device=device),
             split_info=torch.empty(shares, INFO, dtype=torch.int32, device=device),
         )
@@ -284,12 +283,11 @@ class DecodePlan:
         workspace, num_tokens = self.workspace, metadata.slot_mapping.shape[0]
         requests, longest = metadata.seq_lens.shape[0], metadata.max_query_len
         pack = packed_heads(self.num_heads // self.num_kv_heads)
-        step = (num_tokens, requests, metadata.max_seq_len)
-        programs = workspace.sharers(*step, self.num_heads, pack, self.sliding_window)
+        decoded_len = short_limit(self.max_query_len, num_tokens, requests, longest)
+        step = (num_tokens, requests, metadata.max_seq_len, decoded_len)
         list_items(
-            metadata.seq_lens, metadata.query_start, num_tokens,
-            short_limit(self.max_query_len, num_tokens, requests, longest),
-            self.num_heads, pack, workspace.items, programs,
+            metadata.seq_lens, metadata.query_start, num_tokens, decoded_len, self.num_heads, pack,
+            workspace.items, workspace.sharers(*step, self.num_heads, pack, self.sliding_window),
         )  # fmt: skip
 
     def _is_like(self, other: "DecodePlan") -> bool:

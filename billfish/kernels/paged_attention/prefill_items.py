@@ -132,16 +132,17 @@ def list_items(
 
 
 def sharers(
-    programs: int, num_tokens: int, num_requests: int, max_seq_len: int, sets: int, pack: int
-) -> int:
-    """`programs`, or 0 where what the host knows of a step leaves nothing to split, as for whole
-    prompts. It decides about time, not about results.
+    programs: int, num_tokens: int, num_requests: int, max_seq_len: int, decoded_len: int,
+    sets: int, pack: int,
+) -> int:  # fmt: skip
+    """`programs` for a step with so few items that some may be split, else 0. From what the host
+    knows: it decides about time, not about results.
     """
-    # The fewest tiles that so many rows may see: one a block, or those of equally long prompts.
-    blocks = num_tokens * pack / ROWS
-    prompts = num_tokens * blocks / (2 * KEYS * max(num_requests, 1))
-    longest = max_seq_len // KEYS + 1
-    pays = longest >= 2 * FEWEST_TILES and longest * programs >= 2 * sets * max(blocks, prompts)
+    # Whoever is prefilled has at least decoded_len tokens beyond the one that all have.
+    prefilled = min(num_requests, max(1, (num_tokens - num_requests) // max(decoded_len, 1)))
+    tokens = num_tokens - (num_requests - prefilled)
+    most_items = (tokens * pack // ROWS + prefilled) * sets
+    pays = max_seq_len >= 2 * FEWEST_TILES * KEYS and most_items <= programs
     return programs if pays else 0
 
 

@@ -13,6 +13,7 @@ planning, as it does when it serves; --plain does not.
 
 import argparse
 import json
+import logging
 import random
 import statistics
 import subprocess
@@ -134,8 +135,6 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         print(f"{measure:14} batch {batch:4} prompt {prompt:5} {value:12.3f}  "
               f"spread {spread:.3f}", flush=True)  # fmt: skip
 
-    if served.started.plan is not None:
-        print(served.started.plan, flush=True)
     prefill(served, 1, 64)
     measures = options.measure.split(",")
     if "decode" in measures:
@@ -192,6 +191,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> None:
     from billfish.bench import record
 
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = parser().parse_args(arguments)
     head = record.environment("billfish bench engine " + " ".join(arguments))
     rows = run(options)

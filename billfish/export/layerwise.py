@@ -73,7 +73,7 @@ class DenseWeights:
     def norm(self, name: str) -> Tensor:
         return self._source.norm(name)
 
-    def linear(self, *names: str) -> nn.Module:
+    def linear(self, *names: str, gated: bool = False) -> nn.Module:
         source = self._source
         weights, biases = [], []
         for name in names:
@@ -146,7 +146,7 @@ class LayerRunner:
             for rows, targets in zip(
                 states.split(_LOGITS_AT_ONCE), ids[1:].split(_LOGITS_AT_ONCE), strict=True
             ):
-                logits = ends.logits(rows)
+                logits = ends.logits(rows).float()
                 total += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
         return total / (token_ids.shape[0] * (token_ids.shape[1] - 1))
 

@@ -15,7 +15,7 @@ from billfish.config import LayerConfig, ModelConfig
 from billfish.kernels import general
 from billfish.kernels.paged_attention import AttentionMetadata
 from billfish.layers.attention import PagedAttention
-from billfish.layers.linear import Linear
+from billfish.layers.linear import Linear, QuantLinear
 from billfish.layers.norm import RMSNorm
 from billfish.layers.rotary import rotary_table
 
@@ -23,8 +23,12 @@ from billfish.layers.rotary import rotary_table
 class Weights(Protocol):
     """Where a model gets its weights from; the names are those of Hugging Face checkpoints."""
 
-    def linear(self, *names: str) -> nn.Module:
-        """The linear layers called names, merged into one along the output rows."""
+    def linear(self, *names: str, gated: bool = False) -> nn.Module:
+        """The linear layers called names, merged into one along the output rows.
+
+        gated: they are a gate and an up projection, whose results will be silu(gate) * up. Where
+        that comes cheaper at once, the layer is a QuantLinear whose weight says `silu_mul`.
+        """
 
     def tensor(self, name: str) -> Tensor:
         """A dense tensor in the activation dtype."""
@@ -122,13 +126,16 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
         super().__init__()
         names = ("gate_up_proj",) if config.fused else _GATE_UP
-        self.gate_up_proj = weights.linear(*(f"{prefix}.{name}" for name in names))
-        self.down_proj = weights.linear(f"{prefix}.down_proj")
         silu = config.activation == "silu"
+        self.gate_up_proj = weights.linear(*(f"{prefix}.{name}" for name in names), gated=silu)
+        self.down_proj = weights.linear(f"{prefix}.down_proj")
         self.activation = general.silu_mul if silu else general.gelu_tanh_mul
+        layer = self.gate_up_proj
+        self.activated = isinstance(layer, QuantLinear) and layer.weight.silu_mul
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_up_proj(x)))
+        x = self.gate_up_proj(x)
+        return self.down_proj(x if self.activated else self.activation(x))
 
 
 class DecoderLayer(nn.Module):
@@ -223,7 +230,10 @@ class CausalLM(nn.Module):
         return x if self.embedding_scale is None else x * self.embedding_scale
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits [S, vocab_size] of the hidden states [S, hidden_size] that are sampled."""
-        logits = self.lm_head(hidden).float()
+        """Logits [S, vocab_size] of the hidden states [S, hidden_size] that are sampled.
+
+        In the dtype of activations, or in float32 where they are capped.
+        """
+        logits = self.lm_head(hidden)
         cap = self.config.logit_soft_cap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)

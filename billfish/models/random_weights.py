@@ -55,7 +55,7 @@ class RandomWeights:
         self._dtype, self._device, self._int4 = dtype, torch.device(device), int4
         self._rng = torch.Generator(self._device).manual_seed(seed)
 
-    def linear(self, *names: str) -> nn.Module:
+    def linear(self, *names: str, gated: bool = False) -> nn.Module:
         shapes = [self._shapes[f"{name}.weight"] for name in names]
         rows, columns = sum(n for n, _ in shapes), shapes[0][1]
         biased = f"{names[0]}.bias" in self._shapes
@@ -68,7 +68,10 @@ class RandomWeights:
         groups = -(-columns // GROUP_SIZE)
         scales = torch.rand(rows, groups, device=self._device, generator=self._rng)
         scales = (scales + 0.5) * (columns**-0.5 / 4.6)  # codes - 8 have a deviation of 4.6
-        weight = marlin.pack(codes, scales, group_size=GROUP_SIZE, dtype=self._dtype)
+        weight = marlin.pack(
+            codes, scales, group_size=GROUP_SIZE, dtype=self._dtype,
+            silu_mul=gated and self._device.type == "cuda",
+        )  # fmt: skip
         return QuantLinear(weight, bias)
 
     def tensor(self, name: str) -> Tensor:

@@ -56,13 +56,14 @@ class WeightSource(ABC):
     def norm(self, name: str) -> Tensor:
         return self.tensor(name)
 
-    def linear(self, *names: str) -> nn.Module:
+    def linear(self, *names: str, gated: bool = False) -> nn.Module:
         parts = [self.int4_groups(name) for name in names]
         groups = [part for part in parts if part is not None]
         if not groups:
             return Linear(self._joined([f"{name}.weight" for name in names]), self._bias(names))
         if len(groups) == len(names) and all(_same_form(groups[0], part) for part in groups[1:]):
-            return QuantLinear(self._packed(names, groups), self._bias(names))
+            silu_mul = gated and self.device.type == "cuda"  # on a CPU it gains nothing
+            return QuantLinear(self._packed(names, groups, silu_mul), self._bias(names))
         # Some files keep a part of a merged layer in more bits than the rest, or in another order
         # of columns: each stays as it is.
         return MergedLinear([self.linear(name) for name in names])
@@ -77,7 +78,9 @@ class WeightSource(ABC):
             return self.tensor(names[0])
         return torch.cat([self.tensor(name) for name in names])
 
-    def _packed(self, names: Sequence[str], parts: Sequence[Int4Groups]) -> marlin.PackedWeight:
+    def _packed(
+        self, names: Sequence[str], parts: Sequence[Int4Groups], silu_mul: bool
+    ) -> marlin.PackedWeight:
         """INT4 weights one below the other."""
 
         def merged(field: str) -> Tensor | None:
@@ -97,6 +100,7 @@ class WeightSource(ABC):
                 offsets=merged("offsets"),
                 group_size=parts[0].group_size,
                 dtype=self.dtype,
+                silu_mul=silu_mul,
             )
 
     @contextmanager

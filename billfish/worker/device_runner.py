@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from billfish.engine.plan import NOT_FINITE, StepPlan, StepResult
 from billfish.kernels.paged_attention import AttentionMetadata
 from billfish.kernels.paged_attention.metadata import PADDING_SLOT
 from billfish.models.decoder import CausalLM
-from billfish.worker import step_inputs
+from billfish.worker import step_inputs, warm_up
 from billfish.worker.device_batch import DeviceBatch, Step
 from billfish.worker.device_rules import DeviceRules
 from billfish.worker.grammar import GrammarCompiler
@@ -124,6 +125,25 @@ class DeviceRunner:
         self._host_tokens = [pinned((max_num_seqs,), torch.int32, device) for _ in range(copies)]
         self._decode_graphs = StepGraphs(self._decode, sizes, device)
         self._mixed_graphs = StepGraphs(self._mixed, mixed_sizes, device)
+
+    def compile(self, max_num_batched_tokens: int) -> None:
+        """Compile what takes long, several kernels at a time."""
+        if self.device.type == "cuda":
+            jobs = warm_up.products(self.model, max_num_batched_tokens)
+            dtypes = (self.kv_cache.dtype, torch.float32)
+            jobs += [partial(self._sample_nothing, d, g) for d in dtypes for g in (False, True)]
+            warm_up.compile_all(jobs, self.device)
+
+    def _sample_nothing(self, dtype: torch.dtype, greedy: bool) -> None:
+        """Launch the sampler on a row of the tables that nobody has."""
+        from billfish.kernels.general import sample_gpu
+
+        logits = torch.zeros(1, self.model.config.vocab_size, dtype=dtype, device=self.device)
+        zero = torch.zeros(1, dtype=torch.int32, device=self.device)
+        sample_gpu.sample(
+            logits[:, : self.vocab_size], zero, zero, self.batch.header.numbers,
+            self.batch.header.integers, self.batch.token_table, zero.clone(), greedy=greedy,
+        )  # fmt: skip
 
     def capture(self) -> None:
         """Capture the graphs: compiles what they launch."""

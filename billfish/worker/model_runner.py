@@ -56,7 +56,7 @@ class ModelRunner:
             found = prompt_logprobs(self.model, self.vocab_size, hidden, work, self.batch.token_ids)
             result.prompt_logprobs.update(found)
         if inputs.sampled:
-            logits = self.model.logits(hidden[inputs.sample_index])[:, : self.vocab_size]
+            logits = self.model.logits(hidden[inputs.sample_index])[:, : self.vocab_size].float()
             self._sample(logits, inputs.sampled, result)
         return result
 

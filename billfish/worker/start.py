@@ -1,6 +1,7 @@
 """Brings a model up on a device: memory planned, weights loaded, KV cache, executor."""
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -96,6 +97,7 @@ def _start_on_gpu(setting: Setting, load: Load) -> Started:
     )  # fmt: skip
     plan = _fitted(plan, cache)
     logger.info("%s", plan)
+    begin = time.perf_counter()
     before = torch.cuda.memory_allocated(device)
     model = load(max_model_len)
     weights = torch.cuda.memory_allocated(device) - before
@@ -111,6 +113,9 @@ def _start_on_gpu(setting: Setting, load: Load) -> Started:
         batch_invariant=setting.batch_invariant,
     )
     tables = torch.cuda.memory_allocated(device) - before - weights
+    loaded = time.perf_counter()
+    runner.compile(setting.scheduler.max_num_batched_tokens)
+    compiled = time.perf_counter()
     peak = runner.measure_peak(setting.scheduler.max_num_batched_tokens)
     graphs = plan.graphs if setting.graphs else 0
     plan = replace(plan, weights=weights, activations=tables + peak, graphs=graphs)
@@ -127,6 +132,11 @@ def _start_on_gpu(setting: Setting, load: Load) -> Started:
     runner.capture()
     plan = replace(plan, graphs=max(0, free - torch.cuda.mem_get_info(device)[0]))
     logger.info("%s", plan)
+    logger.info(
+        "started in %.1f s: weights %.1f, compilation %.1f, memory and graphs %.1f",
+        time.perf_counter() - begin, loaded - begin, compiled - loaded,
+        time.perf_counter() - compiled,
+    )  # fmt: skip
     # A sequence is no longer than the cache, as on a CPU.
     return Started(runner, plan.num_blocks, longest(setting, plan.num_blocks), plan)
 

@@ -6,6 +6,7 @@ stay. All graphs take their memory from one pool; they run one after another.
 
 from bisect import bisect_left
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class StepGraphs:
         return self._sizes[-1] if self._sizes else 0
 
     @torch.inference_mode()
-    def capture(self, pool: tuple[int, int]) -> None:
+    def capture(self, pool: Any) -> None:
         """Capture all sizes, the largest first, so that the others fit in its memory."""
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -1,6 +1,8 @@
 """The engine of a model, built from what a launch asks for. Imports torch; only the engine's
 process does."""
 
+from dataclasses import fields
+
 from billfish.llm import LLM
 from billfish.server.engine_host import EngineHost, Report
 from billfish.server.messages import Launch, ModelInfo
@@ -10,11 +12,9 @@ def build(launch: Launch, report: Report) -> tuple[EngineHost, ModelInfo]:
     """Raises what LLM raises."""
     config = launch.config
     report("loading the model", 0, 0)
+    settings = {field.name: getattr(config, field.name) for field in fields(config)}
     llm = LLM(
-        config.model,
-        dtype=config.dtype,
-        cache=config.cache,
-        scheduler=config.scheduler,
+        **settings,
         seed=launch.seed,
         progress=lambda done, total: report("loading the model", done, total),
     )

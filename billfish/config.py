@@ -1,7 +1,8 @@
 """What a model is and how it is served: frozen, validated, the same for every layer."""
 
 import math
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from billfish.errors import ConfigError, shown
@@ -174,7 +175,8 @@ class CacheConfig:
 class SchedulerConfig:
     """What one step may do and how much may wait.
 
-    max_num_batched_tokens: token budget of a step. max_num_seqs: most requests running at once.
+    max_num_batched_tokens: token budget of a step; None: 512 on a CPU, 8192 on a GPU. max_num_seqs:
+    most requests running at once; None: 64 on a CPU, 256 on a GPU.
     max_model_len: longest sequence (prompt and output) in tokens; None takes the model's context.
     max_waiting: most requests queued, each sample counted; one more is refused.
 
@@ -187,16 +189,16 @@ class SchedulerConfig:
     memory apart from that of the KV cache, as on a CPU, and "auto" always recomputes.
     """
 
-    max_num_batched_tokens: int = 512
-    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
     max_model_len: int | None = None
     max_waiting: int = 100_000
     preemption: Literal["auto", "recompute", "swap"] = "auto"
     swap_cost: float | None = None
 
     def __post_init__(self) -> None:
-        _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
-        _check_int("max_num_seqs", self.max_num_seqs, 1, 2**16)
+        _check_int("max_num_batched_tokens", self.budget, 1, 2**20)
+        _check_int("max_num_seqs", self.seats, 1, 2**16)
         _check_int("max_waiting", self.max_waiting, 1, 2**31 - 1)
         if self.max_model_len is not None:
             _check_int("max_model_len", self.max_model_len, 1, 2**31 - 1)
@@ -207,13 +209,39 @@ class SchedulerConfig:
         if self.swap_cost is not None:
             _check_cost("swap_cost", self.swap_cost)
 
+    @property
+    def budget(self) -> int:
+        """max_num_batched_tokens, that of a CPU where it is None."""
+        return 512 if self.max_num_batched_tokens is None else self.max_num_batched_tokens
+
+    @property
+    def seats(self) -> int:
+        """max_num_seqs, that of a CPU where it is None."""
+        return 64 if self.max_num_seqs is None else self.max_num_seqs
+
+    def on_gpu(self) -> "SchedulerConfig":
+        """With what a GPU wants where nothing is said."""
+        budget, seats = self.max_num_batched_tokens, self.max_num_seqs
+        return replace(
+            self,
+            max_num_batched_tokens=8192 if budget is None else budget,
+            max_num_seqs=256 if seats is None else seats,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All that `LLM` needs. `dtype` is that of activations and KV: float32, bfloat16 or float16."""
+    """All that `LLM` needs. `dtype` is that of activations and KV: float32, bfloat16 or float16.
+
+    device: "auto" takes a GPU where one can be used; "cpu"; "cuda", or "cuda:1" for the second one.
+    batch_invariant: what a request gets does not depend, to the last bit, on the requests beside it
+    in a step; it costs speed.
+    """
 
     model: str
     dtype: str = "bfloat16"
+    device: str = "auto"
+    batch_invariant: bool = False
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
@@ -222,6 +250,14 @@ class EngineConfig:
             raise ConfigError(
                 f"dtype must be float32, bfloat16 or float16, got {shown(self.dtype)}"
             )
+        if not isinstance(self.device, str) or not re.fullmatch(
+            r"auto|cpu|cuda(:\d{1,3})?", self.device
+        ):
+            raise ConfigError(
+                f'device must be "auto", "cpu", "cuda" or "cuda:0", got {shown(self.device)}'
+            )
+        if not isinstance(self.batch_invariant, bool):
+            raise ConfigError(f"batch_invariant must be a bool, got {shown(self.batch_invariant)}")
         if not isinstance(self.cache, CacheConfig):
             raise ConfigError(f"cache must be a CacheConfig, got {shown(self.cache)}")
         if not isinstance(self.scheduler, SchedulerConfig):

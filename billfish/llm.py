@@ -7,7 +7,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from billfish.errors import CapacityError, CheckpointError, ConfigError, Invalid
 from billfish.models import gguf as gguf_models
 from billfish.sampling_params import SamplingParams
 from billfish.tokenizer import from_gguf
-from billfish.worker import ModelRunner, kv_cache
+from billfish.worker.device import choose
 from billfish.worker.grammar import GrammarCompiler
+from billfish.worker.start import Setting, start
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ class LLM:
 
     model: the path of a GGUF file, or "smollm2" for the demo model.
     dtype: of activations and KV cache: "bfloat16", "float32" or "float16".
+    device: "auto" takes a GPU where one can be used; "cpu"; "cuda", or "cuda:1". batch_invariant:
+    what a request gets does not depend on the requests beside it; slower.
     cache, scheduler: see `billfish.config`.
     seed: draws the seeds of requests that bring none; None takes one from the system.
     progress: called with (tensors loaded, tensors in all) while the model loads.
@@ -79,6 +82,8 @@ class LLM:
         model: str | os.PathLike[str] = DEMO_MODEL,
         *,
         dtype: str = "bfloat16",
+        device: str = "auto",
+        batch_invariant: bool = False,
         cache: CacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
         seed: int | None = None,
@@ -89,9 +94,15 @@ class LLM:
         self.config = EngineConfig(
             model=os.fspath(model),
             dtype=dtype,
+            device=device,
+            batch_invariant=batch_invariant,
             cache=CacheConfig() if cache is None else cache,
             scheduler=SchedulerConfig() if scheduler is None else scheduler,
         )
+        torch_dtype = getattr(torch, dtype)
+        self.device = choose(device, torch_dtype)
+        if self.device.type == "cuda":
+            self.config = replace(self.config, scheduler=self.config.scheduler.on_gpu())
         path = locate(self.config.model)
         with GGUFFile.open(path) as file:
             self.model_config = gguf_models.read_config(file)
@@ -99,30 +110,30 @@ class LLM:
             self.num_int4_layers = gguf_models.count_int4_layers(file)
             self.checkpoint_defaults = sampling_defaults.read(file)
             self._check_vocabulary(path)
-            torch_dtype = getattr(torch, dtype)
-            num_blocks = kv_cache.plan_num_blocks(self.model_config, self.config.cache, torch_dtype)
-            self.max_model_len = self._max_model_len(num_blocks)
-            memory, host_memory = self._allocate(num_blocks, torch_dtype)
-            network = gguf_models.load_model(
-                file,
-                self.model_config,
+            self.grammars = GrammarCompiler(self.tokenizer)
+            setting = Setting(
+                config=self.model_config,
                 dtype=torch_dtype,
-                max_len=self.max_model_len,
-                progress=progress,
+                device=self.device,
+                cache=self.config.cache,
+                scheduler=self.config.scheduler,
+                vocab_size=self.tokenizer.vocab_size,
+                int4=self.num_int4_layers > 0,
+                grammars=self.grammars,
+                batch_invariant=batch_invariant,
             )
-        self.grammars = GrammarCompiler(self.tokenizer)
-        self.executor = ModelRunner(
-            network,
-            memory,
-            vocab_size=self.tokenizer.vocab_size,
-            max_num_seqs=self.config.scheduler.max_num_seqs,
-            max_model_len=self.max_model_len,
-            host_cache=host_memory,
-            grammars=self.grammars,
-        )
+            started = start(
+                setting,
+                lambda max_len: gguf_models.load_model(
+                    file, self.model_config, dtype=torch_dtype, max_len=max_len,
+                    device=self.device, progress=progress,
+                ),
+            )  # fmt: skip
+        self.executor, self.memory_plan = started.executor, started.plan
+        self.max_model_len = started.max_model_len
         self.engine = Engine(
             self.executor,
-            num_blocks=num_blocks,
+            num_blocks=started.num_blocks,
             block_size=self.config.cache.block_size,
             vocab_size=self.tokenizer.vocab_size,
             max_model_len=self.max_model_len,
@@ -131,6 +142,7 @@ class LLM:
             scheduler=self.config.scheduler,
             prefix_caching=self.config.cache.prefix_caching,
             swap_blocks=self.config.cache.swap_blocks,
+            overlap=self.device.type == "cuda",
             seed=seed,
         )
         self.default_params = SamplingParams(**self.checkpoint_defaults.options)
@@ -202,33 +214,12 @@ class LLM:
         """The engine's counters since it started."""
         return self.engine.stats()
 
-    def _allocate(
-        self, num_blocks: int, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The KV cache, and the host memory for swapped blocks where there is to be any."""
-        model, cache = self.model_config, self.config.cache
-        memory = kv_cache.allocate(model, cache, num_blocks, dtype)
-        if not cache.swap_blocks:
-            return memory, None
-        count, taken = cache.swap_blocks, memory.nbytes
-        return memory, kv_cache.allocate(model, cache, count, dtype, reserved=taken)
-
     def _check_vocabulary(self, path: Path) -> None:
         tokens, rows = self.tokenizer.vocab_size, self.model_config.vocab_size
         if tokens > rows:
             raise CheckpointError(
                 str(path), f"the tokenizer has {tokens} tokens, the embedding only {rows} rows"
             )
-
-    def _max_model_len(self, num_blocks: int) -> int:
-        """Longest sequence in tokens: as asked, or as long as the model and the cache allow."""
-        asked, most = self.config.scheduler.max_model_len, self.model_config.context_length
-        if asked is not None and asked > most:
-            raise ConfigError(
-                f"max_model_len {asked} is more than the model's context of {most} tokens"
-            )
-        # The last token of a sequence needs no place in the cache: nothing comes after it.
-        return min(asked or most, num_blocks * self.config.cache.block_size + 1)
 
     def _prompt_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[Sequence[int]]:
         _check_sequence("prompts", prompts, "a text, token ids, or a list of either")

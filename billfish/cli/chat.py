@@ -31,7 +31,8 @@ def command(
     repetition_penalty: common.RepetitionPenalty = 1.0,
     seed: common.Seed = None,
     dtype: common.Dtype = "bfloat16",
-    kv_memory: common.KVMemory = 1.0,
+    kv_memory: common.KVMemory = None,
+    device: common.Device = "auto",
 ) -> None:
     """Talk to a model. Ctrl-C stops the answer, not the program."""
     given = {
@@ -41,7 +42,7 @@ def command(
         "seed": seed,
     }  # fmt: skip
     common.sampling(DEFAULTS, given)
-    llm = common.load(model, dtype, kv_memory)
+    llm = common.load(model, dtype, kv_memory, device)
     llm.tokenizer.encode_chat(
         [{"role": "user", "content": "?"}]
     )  # a model that cannot chat says so

@@ -47,8 +47,15 @@ RepetitionPenalty = Annotated[
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 # Bounds that NaN and infinity fail too.
 KVMemory = Annotated[
-    float, typer.Option("--kv-memory", min=1e-9, max=2**20, help="GiB for the KV cache.")
+    float | None,
+    typer.Option(
+        "--kv-memory",
+        min=1e-9,
+        max=2**20,
+        help="GiB for the KV cache; without: 1 on a CPU, on a GPU most of what is free.",
+    ),
 ]
+Device = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda or cuda:1.")]
 
 
 def progress_bar(console: Console) -> Progress:
@@ -59,7 +66,7 @@ def progress_bar(console: Console) -> Progress:
     )  # fmt: skip
 
 
-def load(model: str, dtype: str, kv_memory: float) -> "LLM":
+def load(model: str, dtype: str, kv_memory: float | None, device: str = "auto") -> "LLM":
     """Loads the model, with a progress bar on standard error. kv_memory: GiB."""
     from billfish.config import CacheConfig
     from billfish.llm import LLM
@@ -70,9 +77,12 @@ def load(model: str, dtype: str, kv_memory: float) -> "LLM":
         llm = LLM(
             model,
             dtype=dtype,
-            cache=CacheConfig(memory_bytes=int(kv_memory * 2**30)),
+            device=device,
+            cache=CacheConfig(memory_bytes=None if kv_memory is None else int(kv_memory * 2**30)),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
+    if llm.memory_plan is not None:
+        console.print(str(llm.memory_plan), style="dim", markup=False)
     if llm.checkpoint_defaults:
         console.print(str(llm.checkpoint_defaults), style="dim", markup=False)
     return llm

@@ -36,12 +36,13 @@ def command(
     model: common.Model = DEMO_MODEL,
     max_tokens: common.MaxTokens = 96,
     dtype: common.Dtype = "bfloat16",
-    kv_memory: common.KVMemory = 1.0,
+    kv_memory: common.KVMemory = None,
+    device: common.Device = "auto",
 ) -> None:
     """Serve a dozen chat prompts at once and show what it took."""
     console = Console()
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    llm = common.load(model, dtype, kv_memory)
+    llm = common.load(model, dtype, kv_memory, device)
     shape = llm.model_config
     console.print(
         f"{model}: {shape.num_layers} layers, {llm.num_int4_layers} linear layers in INT4, "

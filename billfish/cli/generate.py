@@ -55,7 +55,8 @@ def command(
     ] = False,
     ledger: Annotated[bool, typer.Option("--ledger", help="Show times and KV use.")] = False,
     dtype: common.Dtype = "bfloat16",
-    kv_memory: common.KVMemory = 1.0,
+    kv_memory: common.KVMemory = None,
+    device: common.Device = "auto",
 ) -> None:
     """Continue one or more prompts. A single text is printed as it is generated."""
     given = {
@@ -68,7 +69,7 @@ def command(
     if logprobs is not None and not as_json:
         raise InvalidRequestError("logprobs", "are shown with --json only")
     common.sampling(DEFAULTS, given)
-    llm = common.load(model, dtype, kv_memory)
+    llm = common.load(model, dtype, kv_memory, device)
     params = common.sampling(DEFAULTS, given, llm)
     inputs: list[Any] = [[{"role": "user", "content": p}] for p in prompts] if chat else prompts
     if len(prompts) == params.n == 1 and not as_json:

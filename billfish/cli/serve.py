@@ -83,10 +83,34 @@ def command(
             rich_help_panel=ENGINE,
         ),
     ] = "bfloat16",
+    device: Annotated[
+        str,
+        typer.Option(
+            help="auto (a GPU where there is one), cpu, cuda or cuda:1.", rich_help_panel=ENGINE
+        ),
+    ] = "auto",
     kv_memory: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-9,
+            max=2**20,
+            rich_help_panel=ENGINE,
+            help="GiB for the KV cache; without: 1 on a CPU, most of what is free on a GPU.",
+        ),
+    ] = None,
+    gpu_memory: Annotated[
         float,
-        typer.Option(min=1e-9, max=2**20, help="GiB for the KV cache.", rich_help_panel=ENGINE),
-    ] = 1.0,
+        typer.Option(
+            min=0.01, max=1.0, help="Share of a GPU's memory to use.", rich_help_panel=ENGINE
+        ),
+    ] = 0.92,
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            help="Answers do not depend on the requests beside them; slower.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = False,
     block_size: Annotated[
         int, typer.Option(help="Tokens of a KV block.", rich_help_panel=ENGINE)
     ] = 16,
@@ -108,11 +132,19 @@ def command(
         ),
     ] = None,
     max_num_seqs: Annotated[
-        int, typer.Option(help="Most samples computed at once.", rich_help_panel=ENGINE)
-    ] = 64,
+        int | None,
+        typer.Option(
+            help="Most samples computed at once; without: 64, on a GPU 256.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Most tokens computed in a step.", rich_help_panel=ENGINE)
-    ] = 512,
+        int | None,
+        typer.Option(
+            help="Most tokens computed in a step; without: 512, on a GPU 8192.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None,
     seed: Annotated[
         int | None,
         typer.Option(help="Draws the seeds of requests that bring none.", rich_help_panel=ENGINE),
@@ -162,9 +194,12 @@ def command(
     engine = EngineConfig(
         model=model,
         dtype=dtype,
+        device=device,
+        batch_invariant=batch_invariant,
         cache=CacheConfig(
             block_size=block_size,
-            memory_bytes=int(kv_memory * 2**30),
+            memory_bytes=None if kv_memory is None else int(kv_memory * 2**30),
+            gpu_memory=gpu_memory,
             prefix_caching=prefix_caching,
             swap_blocks=swap_blocks,
         ),
@@ -201,7 +236,7 @@ def _serve(
     engine = EngineClient(
         EngineSupervisor(launch),
         lambda: load_tokenizer(config.model),
-        max_requests=config.scheduler.max_num_seqs + config.scheduler.max_waiting,
+        max_requests=config.scheduler.on_gpu().seats + config.scheduler.max_waiting,
     )
     address = listener.getsockname()
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]

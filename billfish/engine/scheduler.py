@@ -148,7 +148,7 @@ class Scheduler:
         Deterministic: the same calls in the same order make the same plans. now: the time to record
         for requests that start.
         """
-        step = _Draft(self.config.max_num_batched_tokens)
+        step = _Draft(self.config.budget)
         # _make_room takes requests off the end of this list, never the current one or one before.
         for request in self.running:
             num_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
@@ -212,7 +212,7 @@ class Scheduler:
 
     def _admit(self, step: _Draft, now: float) -> None:
         """Start waiting requests, oldest first, while budget, seats and blocks last."""
-        blocks, seats = self.blocks, self.config.max_num_seqs
+        blocks, seats = self.blocks, self.config.seats
         if len(self.running) == seats or not (step.budget or step.source):
             return
         spare = blocks.pool.available - sum(map(self._lacks_soon, self.running))

@@ -144,15 +144,34 @@ def quantize_(
 
 
 class Linear(nn.Module):
-    """y = x W^T + b with a dense W [n, k]."""
+    """y = x W^T + b with a dense W [n, k].
+
+    batch_invariant: a row's result does not depend on how many other rows there are; it may be set
+    at any time. Libraries choose how they add up by the shape of a product, so all are made alike:
+    of ROWS rows, filled up with zeros.
+    """
+
+    ROWS = 128
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.weight = nn.Buffer(weight)
         self.bias = None if bias is None else nn.Buffer(bias)
+        self.batch_invariant = False
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.batch_invariant:
+            return self._in_equal_parts(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
         return torch.nn.functional.linear(x, self.weight, self.bias)
+
+    def _in_equal_parts(self, rows: Tensor) -> Tensor:
+        out = rows.new_empty(len(rows), self.weight.shape[0])
+        for start in range(0, len(rows), self.ROWS):
+            part = rows[start : start + self.ROWS]
+            filled = torch.nn.functional.pad(part, (0, 0, 0, self.ROWS - len(part)))
+            product = torch.nn.functional.linear(filled, self.weight, self.bias)
+            out[start : start + self.ROWS] = product[: len(part)]
+        return out
 
     def extra_repr(self) -> str:
         n, k = self.weight.shape

@@ -159,7 +159,7 @@ def make_engine(
         max_model_len=engine.max_model_len,
         num_blocks=num_blocks,
         block_size=block_size,
-        max_num_seqs=scheduler.max_num_seqs,
+        max_num_seqs=scheduler.seats,
         max_waiting=scheduler.max_waiting,
         eos_token_ids=(EOS, 256),
     )

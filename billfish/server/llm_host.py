@@ -26,7 +26,7 @@ def build(launch: Launch, report: Report) -> tuple[EngineHost, ModelInfo]:
         max_model_len=llm.engine.max_model_len,
         num_blocks=llm.engine.stats().blocks_total,
         block_size=config.cache.block_size,
-        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_seqs=llm.config.scheduler.seats,
         max_waiting=config.scheduler.max_waiting,
         eos_token_ids=tuple(llm.tokenizer.eos_token_ids),
         default_sampling=dict(llm.checkpoint_defaults.options),

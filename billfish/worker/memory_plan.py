@@ -132,13 +132,13 @@ def estimate(
         share=cache.gpu_memory,
         weights=estimate_weights(config, dtype, int4=int4),
         activations=estimate_activations(config, scheduler, dtype),
-        graphs=estimate_graphs(config, scheduler.max_num_seqs),
+        graphs=estimate_graphs(config, scheduler.seats),
         block_bytes=block_bytes(config, cache.block_size, dtype),
         block_size=cache.block_size,
         num_blocks=0,
         max_model_len=max_model_len,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_num_seqs=scheduler.seats,
+        max_num_batched_tokens=scheduler.budget,
     )
 
 
@@ -155,7 +155,7 @@ def estimate_activations(
     config: ModelConfig, scheduler: SchedulerConfig, dtype: torch.dtype
 ) -> int:
     """Bytes of the largest step besides weights and KV: of its widest layer, and of sampling."""
-    tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    tokens, rows = scheduler.budget, scheduler.seats
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     widest = max(3 * config.intermediate_size, heads) + 4 * config.hidden_size
     # Logits, in 16 and in 32 bits, and float64 probabilities.

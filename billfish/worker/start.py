@@ -9,6 +9,7 @@ import torch
 
 from billfish.config import CacheConfig, ModelConfig, SchedulerConfig
 from billfish.errors import ConfigError
+from billfish.layers.linear import Linear, QuantLinear
 from billfish.models.decoder import CausalLM
 from billfish.worker import kv_cache, memory_plan
 from billfish.worker.device_runner import DeviceRunner
@@ -51,9 +52,17 @@ class Started:
 def start(setting: Setting, load: Load) -> Started:
     """Raises CapacityError, before anything is loaded where it can be told by then, for memory that
     does not suffice; ConfigError for a max_model_len that the model does not have."""
+
+    def loaded(max_model_len: int) -> CausalLM:
+        model = load(max_model_len)
+        for module in model.modules():
+            if isinstance(module, Linear | QuantLinear):
+                module.batch_invariant = setting.batch_invariant
+        return model
+
     if setting.device.type == "cpu":
-        return _start_on_cpu(setting, load)
-    return _start_on_gpu(setting, load)
+        return _start_on_cpu(setting, loaded)
+    return _start_on_gpu(setting, loaded)
 
 
 def longest(setting: Setting, num_blocks: int) -> int:
@@ -79,7 +88,7 @@ def _start_on_cpu(setting: Setting, load: Load) -> Started:
         load(max_model_len),
         memory,
         vocab_size=setting.vocab_size,
-        max_num_seqs=setting.scheduler.max_num_seqs,
+        max_num_seqs=setting.scheduler.seats,
         max_model_len=max_model_len,
         host_cache=host,
         grammars=setting.grammars,
@@ -105,18 +114,18 @@ def _start_on_gpu(setting: Setting, load: Load) -> Started:
         model,
         kv_cache.allocate_on_gpu(config, cache, 0, setting.dtype, device),
         vocab_size=setting.vocab_size,
-        max_num_seqs=setting.scheduler.max_num_seqs,
+        max_num_seqs=setting.scheduler.seats,
         max_model_len=max_model_len,
         grammars=setting.grammars,
-        max_num_batched_tokens=setting.scheduler.max_num_batched_tokens,
+        max_num_batched_tokens=setting.scheduler.budget,
         graphs=setting.graphs,
         batch_invariant=setting.batch_invariant,
     )
     tables = torch.cuda.memory_allocated(device) - before - weights
     loaded = time.perf_counter()
-    runner.compile(setting.scheduler.max_num_batched_tokens)
+    runner.compile(setting.scheduler.budget)
     compiled = time.perf_counter()
-    peak = runner.measure_peak(setting.scheduler.max_num_batched_tokens)
+    peak = runner.measure_peak(setting.scheduler.budget)
     graphs = plan.graphs if setting.graphs else 0
     plan = replace(plan, weights=weights, activations=tables + peak, graphs=graphs)
     plan = replace(_fitted(plan, cache), measured=True)

@@ -18,6 +18,8 @@ def build(launch: Launch, report: Report) -> tuple[EngineHost, ModelInfo]:
         seed=launch.seed,
         progress=lambda done, total: report("loading the model", done, total),
     )
+    report("preparing grammars", 0, 0)
+    llm.grammars.prepare()
     model = ModelInfo(
         name=config.model,
         architecture=llm.model_config.architecture,

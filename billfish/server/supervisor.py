@@ -53,7 +53,7 @@ class Watch:
     (give_up) it is not started again.
     """
 
-    answer: float = 120.0
+    answer: float = 300.0
     load: float = 600.0
     first_delay: float = 0.25
     longest_delay: float = 30.0
@@ -113,7 +113,11 @@ class EngineSupervisor:
                 await self._task
         if self._process is not None:
             self._process.end()
-            await self._process.ended
+            try:
+                async with asyncio.timeout(3 * END_SECONDS):
+                    await asyncio.shield(self._process.ended)
+            except TimeoutError:  # not even SIGKILL ends it: it hangs in a driver
+                logger.error("the engine's process %d cannot be ended", self._process.pid)
             self._process = None
 
     async def _run(self) -> None:
@@ -129,7 +133,8 @@ class EngineSupervisor:
             reason = death.reason
             if lasting and not death.lasting:
                 reason += f" ({deaths} times in a row, each soon after the start)"
-            logger.error("the engine has ended: %s", reason)
+            level = logging.INFO if self._ending else logging.ERROR
+            logger.log(level, "the engine has ended: %s", reason)
             self.lost(reason, not (lasting or self._ending))
             if lasting or self._ending:
                 return

@@ -62,7 +62,8 @@ class GrammarState:
 class GrammarCompiler:
     """The grammars of one tokenizer's vocabulary. For any number of threads.
 
-    Nothing is made before the first grammar: that takes a second for a large vocabulary.
+    What all grammars share is made before the first, in a second for a large vocabulary, during
+    which no other thread runs: who cannot have that then calls `prepare` first.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -77,6 +78,11 @@ class GrammarCompiler:
             max_grammar_size=500_000,
             verbose_errors=False,
         )
+
+    def prepare(self) -> None:
+        """Make what all grammars share."""
+        with self._lock:
+            _ = self._vocabulary
 
     def compile(self, structured: StructuredOutput) -> None:
         """Compile it, unless that was done lately.

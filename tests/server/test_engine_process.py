@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -271,6 +272,35 @@ class TestClientGone:
 
         with_process(test)
 
+    def test_at_random(self) -> None:
+        """A third leave, whenever they like; the others get all of their text."""
+
+        async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
+            rng = random.Random(0)
+
+            async def one(i: int, leaves_after: int | None) -> int:
+                length = rng.randint(1, 60)
+                stream = await client.submit(request(str(i), f"{i % 7} " * 30, max_tokens=length))
+                text, count = "", 0
+                async with stream:
+                    async for output in stream:
+                        if count == leaves_after:
+                            return 0
+                        text += output.text
+                        count += 1
+                assert text == (ENDLESS * 2)[:length]
+                return 1
+
+            for start in range(0, 600, 150):
+                leavers = [rng.choice([None, None, rng.randint(0, 30)]) for _ in range(150)]
+                ended = await asyncio.gather(
+                    *(one(start + i, leaves) for i, leaves in enumerate(leavers))
+                )
+                assert sum(ended) >= leavers.count(None)
+                await idle(client)
+
+        with_process(test)
+
 
 class TestEngineDies:
     @pytest.mark.usefixtures("any_loop")
@@ -322,6 +352,20 @@ class TestEngineDies:
             assert text_of(await collect(client, request(max_tokens=5))) == ENDLESS[:5]
 
         with_process(test, watch=Watch(first_delay=0.01, answer=2.0))
+
+    def test_health_tells_of_a_long_step(self) -> None:
+        """Neither "ready" while nothing moves, nor "dead" while it only takes long."""
+
+        async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:
+            assert (await client.health()).state == "ready"
+            hung = asyncio.ensure_future(collect(client, request("bad", "!hang")))
+            while (health := await client.health()).state == "ready":
+                await asyncio.sleep(0.02)
+            assert (health.state, health.accepting) == ("busy", True)
+            assert "no answer for" in health.detail
+            hung.cancel()
+
+        with_process(test)
 
     def test_a_step_that_fails_ends_its_requests_alone(self) -> None:
         async def test(client: EngineClient, supervisor: EngineSupervisor) -> None:

@@ -180,9 +180,10 @@ def test_same_bits_whatever_finishes_last():
     assert torch.equal(first, run(case))
 
 
-@pytest.mark.parametrize("num_requests", [0, 1, 40, 300])
-@pytest.mark.parametrize("extra_tokens", [0, 9])
-@pytest.mark.parametrize("programs", [0, 132])
+@pytest.mark.parametrize(
+    ("num_requests", "extra_tokens", "programs"),
+    [(0, 0, 132), (0, 9, 132), (1, 0, 132), (40, 0, 132), (40, 9, 0), (300, 9, 132)],
+)
 def test_prefill_items(num_requests, extra_tokens, programs):
     """Against a sort: most KV first, equals by number, decoded requests without blocks; no more
     parts in all than programs, and none of fewer tiles than pay off.

@@ -491,6 +491,35 @@ def test_graph_captured_at_the_maximum(with_plan):
 
 
 @both
+def test_graph_of_mixed_steps():
+    """Captured at 64 tokens of 8 requests; replayed with other mixes, fewer tokens, and none."""
+    case = make_case([3000] * 8, [8] * 8)
+    plan, _ = planned(case, max_query_len=2)
+    metadata = dataclasses.replace(case.metadata, max_query_len=64)
+
+    def step():
+        return attend(case.query, case.k_cache, case.v_cache, plan.update(metadata))
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for lens, queries in (
+        ([3000] * 8, [8] * 8), ([700, 40, 3000, 9], [1, 40, 2, 9]), ([64], [64]), ([], []),
+        ([2999, 17], [40, 1]),
+    ):  # fmt: skip
+        padding = [0] * (8 - len(lens))
+        starts = torch.tensor([0, *queries, *padding]).cumsum(0)
+        metadata.query_start.copy_(starts)
+        metadata.seq_lens.copy_(torch.tensor([*lens, *padding]))
+        out.fill_(math.nan)
+        graph.replay()
+        check(case, out)
+        assert not out[sum(queries) :].any()
+
+
+@both
 def test_caches_beyond_32_bits():
     """High blocks hold the data; blocks whose addresses are equal modulo 2^32 hold NaN."""
     shape = (1, 2, 262144 + 64, 16, 8, 128)  # K and V have more than 2^32 elements each

@@ -130,7 +130,7 @@ def prefill(
     step, with `items` for this decoded_len; without, it is made here. overlap: start while the
     kernel ahead in the stream drains; see `hopper_decode.decode`.
     """
-    num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
     num_tokens, num_heads, _ = query.shape
     group = num_heads // num_kv_heads
     pack = packed_heads(group)
@@ -148,25 +148,10 @@ def prefill(
     else:
         feed = plan[5:]
     section = _section(num_kv_heads, max_seq_len, head_dim) * (sets // num_kv_heads)
-    box = min(block_size, TILE.value)
-    row = num_kv_heads * head_dim
-    k_desc, v_desc = (
-        TensorDescriptor(
-            cache, [num_blocks * block_size, row], [row, 1], [box, 64],
-            gl.NVMMASharedLayout(128, 16, 2),
-        )
-        for cache in (k_cache, v_cache)
-    )  # fmt: skip
-    q_desc, out_desc = (
-        TensorDescriptor(
-            rows, [num_tokens, num_heads, head_dim], [rows.stride(0), head_dim, 1],
-            [HALF.value // pack, pack, head_dim], gl.NVMMASharedLayout(128, 16, 3),
-        )
-        for rows in (query, out)
-    )  # fmt: skip
     _prefill_kernel[(num_programs,)](
-        q_desc, k_desc, v_desc, out_desc, out, block_table, seq_lens, query_start,
-        query if scoring.sinks is None else scoring.sinks, *feed,
+        _of_rows(query, pack), _of_blocks(k_cache), _of_blocks(v_cache), _of_rows(out, pack), out,
+        block_table, seq_lens, query_start, query if scoring.sinks is None else scoring.sinks,
+        *feed,
         num_requests, num_tokens, decoded_len, scoring.sliding_window or 0,
         block_table.stride(0), section, scoring.scale * LOG2E.value, scoring.soft_cap or 0.0,
         HEADS=num_heads, GROUP=group, PACK=pack, D=head_dim, BLOCK_SIZE=block_size,
@@ -179,6 +164,24 @@ def prefill(
     step = (num_tokens, num_requests, max_seq_len, decoded_len, num_heads, pack, window)
     if plan is not None and plan.sharers(*step):
         combine(plan.items, *plan[7:10], sinks, out, num_requests, pack)
+
+
+def _of_blocks(cache: Tensor) -> TensorDescriptor:
+    """Boxes of a block, or a tile if that is less, by half a swizzled row."""
+    num_blocks, block_size, num_kv_heads, head_dim = cache.shape
+    row = num_kv_heads * head_dim
+    return TensorDescriptor(
+        cache, [num_blocks * block_size, row], [row, 1], [min(block_size, TILE.value), 64],
+        gl.NVMMASharedLayout(128, 16, 2),
+    )  # fmt: skip
+
+
+def _of_rows(rows: Tensor, pack: int) -> TensorDescriptor:
+    """Boxes of the packed rows of a warpgroup in [T, H, D] queries or output."""
+    return TensorDescriptor(
+        rows, list(rows.shape), [rows.stride(0), rows.shape[2], 1],
+        [HALF.value // pack, pack, rows.shape[2]], gl.NVMMASharedLayout(128, 16, 3),
+    )  # fmt: skip
 
 
 def _section(num_kv_heads: int, max_seq_len: int, head_dim: int) -> int:

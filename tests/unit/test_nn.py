@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from billfish.errors import KernelArgumentError
+from billfish.kernels import marlin
 from billfish.nn import QuantLinear, quantize_
 from billfish.quantization.int4 import round_to_nearest
 
@@ -141,6 +142,35 @@ def test_saved_and_loaded_with_the_model(symmetric: bool) -> None:
     assert other.shared.weight.group_size == 32
     with pytest.raises(KernelArgumentError, match="saved weight"):
         QuantLinear.from_linear(nn.Linear(64, 32)).set_extra_state(model.shared.get_extra_state())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gate_and_up_in_one_layer(dtype: torch.dtype) -> None:
+    """silu(gate) * up of merged rows, with a residual; saved, loaded and cast with what it is."""
+    rng = torch.Generator().manual_seed(3)
+    merged = torch.randn(48, 64, generator=rng) / 8
+    groups = round_to_nearest(merged, 32)
+    weight = marlin.pack(groups.codes, groups.scales, group_size=32, dtype=dtype, silu_mul=True)
+    layer = QuantLinear(weight, batch_invariant=True)
+    assert (layer.in_features, layer.out_features) == (64, 24)
+    assert "silu_mul" in repr(layer)
+    x = torch.randn(5, 64, generator=rng).to(dtype)
+    residual = torch.randn(5, 24, generator=rng).to(dtype)
+    gate, up = (x.double() @ dequantized(merged, 32, True).T).chunk(2, dim=1)
+    expected = gate * torch.sigmoid(gate) * up
+    tolerance = 1e-4 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(layer(x).double(), expected, rtol=tolerance, atol=tolerance)
+    both = layer(x, residual)
+    torch.testing.assert_close(
+        both.double(), expected + residual.double(), rtol=tolerance, atol=tolerance
+    )
+    assert torch.equal(layer(x[3:4], residual[3:4]), both[3:4])
+    other = QuantLinear(marlin.pack(groups.codes, groups.scales, group_size=32, dtype=dtype))
+    other.load_state_dict(layer.state_dict())
+    assert other.weight.silu_mul
+    other.batch_invariant = True  # how to run it is no part of what is saved
+    assert torch.equal(other(x), layer(x))
+    assert layer.to(torch.float16).weight.silu_mul
 
 
 def test_compiles_without_a_break() -> None:

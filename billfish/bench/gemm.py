@@ -194,7 +194,8 @@ def techniques_off(n: int, k: int, m: int) -> dict[str, HopperConfig]:
     settings = {"all on": chosen}
     for name, off in TECHNIQUES.items():
         changed = replace(chosen, **off)
-        if changed != chosen:
+        one_block = name == "grouped raster" and m <= chosen.tile_m
+        if changed != chosen and not one_block:
             settings[name] = changed
     return settings
 

@@ -191,7 +191,7 @@ def test_triton_kernel(capability, config, group_size, zero_point, dtype, silu_m
     code = machine_code(kernel, arch)
     assert code.count(instruction) > 0
     assert code.count("LDS.128") > 0
-    assert not code.spill_bytes
+    assert code.spill_bytes <= EPILOGUE_SPILLS
     assert not code.undefined_descriptors
     # sm_86, sm_89 and sm_120 allow a block 99 KiB.
     assert kernel.metadata.shared <= 101376

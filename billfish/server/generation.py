@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from billfish.errors import BillfishError, EngineUnavailableError
+from billfish.engine.plan import NOT_FINITE
+from billfish.errors import EngineUnavailableError
 from billfish.sampling_params import SamplingParams
 from billfish.server.access_log import RequestInfo
+from billfish.server.api_errors import SERVER, ApiError
 from billfish.server.engine_client import EngineClient
 from billfish.server.messages import EngineOutput, EngineRequest
 from billfish.server.metrics import RequestMeter, ServerMetrics
@@ -41,10 +43,6 @@ _numbers = itertools.count()
 
 class ClientGone(Exception):
     """Nobody waits for the answer any more."""
-
-
-class GenerationError(BillfishError):
-    """A sample ended without an answer."""
 
 
 def sampling_params(
@@ -107,12 +105,15 @@ class Generation:
         usage: Usage,
         info: RequestInfo,
         eos_token_ids: Collection[int],
+        form: str | None,
     ) -> None:
+        """form: the field of the request that asks for a form of the text, if one does."""
         self._streams = streams
         self._meters = meters
         self.usage = usage
         self._info = info
         self._eos = eos_token_ids
+        self._form = form
 
     @classmethod
     async def start(
@@ -123,6 +124,7 @@ class Generation:
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams,
         request: Sampling,
+        renamed: Mapping[str, str],
     ) -> "Generation":
         """Returns once the engine has taken all prompts. If it refuses one, none is run."""
         info.user = request.user
@@ -143,7 +145,8 @@ class Generation:
         meters = [metrics.track(sampling.n, len(prompt), info.started) for prompt in prompts]
         usage = Usage(sum(map(len, prompts)))
         info.prompt_tokens = usage.prompt_tokens
-        return cls(streams, meters, usage, info, engine.model.eos_token_ids)
+        form = None if sampling.structured is None else renamed["structured"]
+        return cls(streams, meters, usage, info, engine.model.eos_token_ids, form)
 
     async def outputs(self) -> AsyncIterator[list[tuple[int, EngineOutput]]]:
         """What came, in batches: (which prompt, output). All that came together is in one batch."""
@@ -158,13 +161,19 @@ class Generation:
     def _finish(self, number: int, output: EngineOutput) -> None:
         self._info.outcome = output.finish_reason
         if output.finish_reason == "error":
-            raise GenerationError(str(output.stop_reason or "no token could be computed"))
+            raise self._failure(str(output.stop_reason or "no token could be computed"))
         if output.finish_reason == "abort":  # by us only when the server ends
             raise EngineUnavailableError("draining", "the server is shutting down")
         if output.stop_reason in self._eos:  # an ordinary end: nothing that was asked for
             output.stop_reason = None
         self.usage.take(number, output)
         self._info.completion_tokens = self.usage.completion_tokens
+
+    def _failure(self, reason: str) -> ApiError:
+        """A form that costs too much, or leaves no token, is the request's own fault."""
+        if self._form is not None and reason != NOT_FINITE:
+            return ApiError(400, f"{self._form}: {reason}", param=self._form)
+        return ApiError(500, f"no answer: {reason}", kind=SERVER, code="generation_failed")
 
     async def close(self) -> None:
         """Abort what has not ended."""

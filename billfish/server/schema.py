@@ -283,7 +283,7 @@ class AssistantMessage(Strict):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
+    annotations: None = None
 
     @model_validator(mode="after")
     def _not_empty(self) -> "AssistantMessage":

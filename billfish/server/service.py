@@ -85,7 +85,9 @@ class Service:
             body.chat_template_kwargs,
             body.add_generation_prompt,
         )
-        return await Generation.start(self.engine, self.metrics, info, [prompt], sampling, body)
+        return await Generation.start(
+            self.engine, self.metrics, info, [prompt], sampling, body, chat.renamed(body)
+        )
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         self._check_model(body.model)
@@ -95,7 +97,9 @@ class Service:
         async def start() -> Generation:
             sampling = completions.sampling(body, self.engine.model)
             prompts.extend(await encode_prompts(self.engine, body))
-            return await Generation.start(self.engine, self.metrics, info, prompts, sampling, body)
+            return await Generation.start(
+                self.engine, self.metrics, info, prompts, sampling, body, completions.renamed(body)
+            )
 
         try:
             generation = await while_connected(request.receive, start())

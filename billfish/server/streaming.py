@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from billfish.errors import BillfishError
 from billfish.server.access_log import info_of
-from billfish.server.api_errors import from_error
+from billfish.server.api_errors import ApiError, from_error
 from billfish.server.generation import ClientGone, while_connected
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             last = DONE
         except Exception as error:
-            if not isinstance(error, BillfishError):
+            if not isinstance(error, BillfishError | ApiError):
                 logger.error("a stream failed", exc_info=error)
             last = event(from_error(error).body)
         finally:

@@ -14,6 +14,10 @@ from billfish.server.tool_parsers import PARSERS, ToolParser
 from billfish.structured_output import StructuredOutput
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_SPACING = {"x-guidance": {
+    "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ",
+}}  # fmt: skip
+"""Of JSON in a grammar: as models have mostly seen it, and with no way to write spaces for ever."""
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -79,7 +83,7 @@ def constraint(
     if forced:
         start = "start: calls"
     elif answer is not None:
-        start = f"start: calls | answer\nanswer: %json {json.dumps(answer)}"
+        start = f"start: calls | answer\nanswer: %json {json.dumps({**answer, **_SPACING})}"
     else:
         start = _FREE_TEXT[form.name]
     return StructuredOutput.grammar(f"%llguidance {{}}\n{start}\n{calls}")
@@ -108,6 +112,7 @@ def _calls(
     for number, function in enumerate(functions):
         free = strict_only and not function.strict
         schema = ANY_OBJECT if free else {**ANY_OBJECT, **(function.parameters or {})}
+        schema = {**schema, **_SPACING}
         head = _quoted(f'{{"name": "{function.name}", "{layout.key}": ')
         rules.append(f'call_{number}: {head} arguments_{number} "}}"')
         rules.append(f"arguments_{number}: %json {json.dumps(schema)}")

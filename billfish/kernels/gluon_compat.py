@@ -7,6 +7,7 @@ from here; on a release outside `SUPPORTED` the portable Triton kernels run inst
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any, dataclass_transform
 
 import triton
@@ -79,12 +80,15 @@ if gluon_supported():
             stages["ptx"] = lambda *given: _with_hints(make(*given), kernel, policies)
             return before(*arguments) if before is not None else None
 
-        before = _knobs.runtime.add_stages_inspection_hook
-        _knobs.runtime.add_stages_inspection_hook = hook
-        try:
-            yield
-        finally:
-            _knobs.runtime.add_stages_inspection_hook = before
+        with _hooking:
+            before = _knobs.runtime.add_stages_inspection_hook
+            _knobs.runtime.add_stages_inspection_hook = hook
+            try:
+                yield
+            finally:
+                _knobs.runtime.add_stages_inspection_hook = before
+
+    _hooking = Lock()  # Triton has one hook for all threads
 
     _TMA_LOAD = re.compile(
         r"(@!?%p\d+ )?(cp\.async\.bulk\.tensor\.(\d)d\.[^ ;]*complete_tx::bytes)( [^;]*\]);"

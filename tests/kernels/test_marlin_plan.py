@@ -151,6 +151,59 @@ def test_one_kernel_serves_whole_and_divided_tiles(monkeypatch):
     assert divided[0][6].numel() > whole[0][6].numel()
 
 
+def test_later_launches_are_prepared_unless_a_profiler_watches(monkeypatch):
+    import triton
+
+    by_triton, prepared = [], []
+
+    class Kernel:
+        __name__ = "a kernel"
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: by_triton.append(arguments)
+
+    class Prepared:
+        def __init__(self, kernel, fields):
+            self.fields = fields
+
+        def chunk(self, first, values):
+            return first, values
+
+        def __call__(self, blocks, stream, chunks, first, addresses):
+            prepared.append((blocks, stream, chunks, first, addresses))
+
+    monkeypatch.setattr(hopper_launch, "w4a16_hopper", Kernel())
+    monkeypatch.setattr(hopper_launch, "gpu_of", lambda device: Gpu("of this test", 4))
+    monkeypatch.setattr(hopper_launch, "PreparedLaunch", Prepared)
+    monkeypatch.setattr(hopper_launch, "tensor_map", lambda kernel, index, *rest: f"map {index}")
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 42, raising=False)
+    units = torch.zeros(5, 3, 1056, dtype=torch.int32)
+    x, residual = torch.zeros(3, 384, dtype=torch.float16), torch.zeros(3, 320).half()
+    product = Product(320, residual=residual)
+    for _ in range(3):
+        y = hopper_launch.launch(x, units, product)
+    assert len(by_triton) == 1
+    assert len(prepared) == 2
+    (blocks, stream, chunks, first, addresses) = prepared[1]
+    (start, before), (end, numbers) = chunks
+    assert (stream, start, first, end) == (42, 0, len(before), len(before) + len(addresses))
+    assert [v for v in before if isinstance(v, str)] == ["map 0", "map 1", "map 2"]
+    assert len(before) + len(addresses) + len(numbers) == len(hopper_launch.FIELDS)
+    assert addresses[0] == addresses[1] == y.data_ptr()
+    assert addresses[2] == residual.data_ptr()
+    assert numbers[:3] == (3, 320, 3)
+    assert blocks <= 8
+    triton.knobs.runtime.launch_enter_hook.add(print)
+    try:
+        hopper_launch.launch(x, units, product)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(print)
+    assert len(by_triton) == 2
+    # The same memory seen as other rows is described anew.
+    hopper_launch.launch(torch.zeros(6, 384).half()[::2], units, product)
+    assert prepared[-1][2] is not chunks
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_batch_invariant_plans_add_up_in_one_order(shape):
     """The order is that of the steps of a tile, with the scale on fragments, for every m."""

@@ -235,13 +235,14 @@ class EngineConfig:
 
     device: "auto" takes a GPU where one can be used; "cpu"; "cuda", or "cuda:1" for the second one.
     batch_invariant: what a request gets does not depend, to the last bit, on the requests beside it
-    in a step; it costs speed.
+    in a step; it costs speed. quantize: "int4" rounds linear layers to it while they are loaded.
     """
 
     model: str
     dtype: str = "bfloat16"
     device: str = "auto"
     batch_invariant: bool = False
+    quantize: str | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
@@ -258,6 +259,8 @@ class EngineConfig:
             )
         if not isinstance(self.batch_invariant, bool):
             raise ConfigError(f"batch_invariant must be a bool, got {shown(self.batch_invariant)}")
+        if self.quantize not in (None, "int4"):
+            raise ConfigError(f'quantize must be None or "int4", got {shown(self.quantize)}')
         if not isinstance(self.cache, CacheConfig):
             raise ConfigError(f"cache must be a CacheConfig, got {shown(self.cache)}")
         if not isinstance(self.scheduler, SchedulerConfig):

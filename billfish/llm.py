@@ -8,20 +8,17 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from billfish.checkpoint import sampling_defaults
-from billfish.checkpoint.gguf import GGUFFile
-from billfish.checkpoint.locate import DEMO_MODEL, locate
+from billfish.checkpoint.locate import DEMO_MODEL
 from billfish.config import CacheConfig, EngineConfig, SchedulerConfig
 from billfish.engine import Engine, EngineStats, RequestOutput
-from billfish.errors import CapacityError, CheckpointError, ConfigError, InvalidRequestError, shown
-from billfish.models import gguf as gguf_models
+from billfish.errors import CapacityError, ConfigError, InvalidRequestError, shown
+from billfish.loading import open_model
+from billfish.models.weights import LoadOptions
 from billfish.sampling_params import SamplingParams
-from billfish.tokenizer import from_gguf
 from billfish.worker.device import choose
 from billfish.worker.grammar import GrammarCompiler
 from billfish.worker.start import Setting, start
@@ -60,10 +57,14 @@ class Inbox:
 class LLM:
     """A model, its tokenizer and the engine that serves it. For one thread at a time.
 
-    model: the path of a GGUF file, or "smollm2" for the demo model.
+    model: the path of a GGUF file or of a Hugging Face directory, a repository of the Hugging Face
+    Hub ("organization/model"), or "smollm2" for the demo model.
     dtype: of activations and KV cache: "bfloat16", "float32" or "float16".
     device: "auto" takes a GPU where one can be used; "cpu"; "cuda", or "cuda:1". batch_invariant:
     what a request gets does not depend on the requests beside it; slower.
+    quantize: "int4" rounds the linear layers that are not INT4 in the model's files, all but the
+    head, to the nearest INT4 weights with a scale for each 128; what that costs is logged and in
+    `rounding`. None keeps them.
     cache, scheduler: see `billfish.config`.
     seed: draws the seeds of requests that bring none; None takes one from the system.
     progress: called with (tensors loaded, tensors in all) while the model loads.
@@ -84,6 +85,7 @@ class LLM:
         dtype: str = "bfloat16",
         device: str = "auto",
         batch_invariant: bool = False,
+        quantize: str | None = None,
         cache: CacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
         seed: int | None = None,
@@ -96,6 +98,7 @@ class LLM:
             dtype=dtype,
             device=device,
             batch_invariant=batch_invariant,
+            quantize=quantize,
             cache=CacheConfig() if cache is None else cache,
             scheduler=SchedulerConfig() if scheduler is None else scheduler,
         )
@@ -103,13 +106,10 @@ class LLM:
         self.device = choose(device, torch_dtype)
         if self.device.type == "cuda":
             self.config = replace(self.config, scheduler=self.config.scheduler.on_gpu())
-        path = locate(self.config.model)
-        with GGUFFile.open(path) as file:
-            self.model_config = gguf_models.read_config(file)
-            self.tokenizer = from_gguf(file.metadata, str(path))
-            self.num_int4_layers = gguf_models.count_int4_layers(file)
-            self.checkpoint_defaults = sampling_defaults.read(file)
-            self._check_vocabulary(path)
+        options = LoadOptions(torch_dtype, self.device, quantize, progress)
+        with open_model(self.config.model) as opened:
+            self.model_config, self.tokenizer = opened.config, opened.tokenizer
+            self.checkpoint_defaults = opened.sampling_defaults
             self.grammars = GrammarCompiler(self.tokenizer)
             setting = Setting(
                 config=self.model_config,
@@ -118,17 +118,12 @@ class LLM:
                 cache=self.config.cache,
                 scheduler=self.config.scheduler,
                 vocab_size=self.tokenizer.vocab_size,
-                int4=self.num_int4_layers > 0,
+                int4=opened.int4 or quantize is not None,
                 grammars=self.grammars,
                 batch_invariant=batch_invariant,
             )
-            started = start(
-                setting,
-                lambda max_len: gguf_models.load_model(
-                    file, self.model_config, dtype=torch_dtype, max_len=max_len,
-                    device=self.device, progress=progress,
-                ),
-            )  # fmt: skip
+            started = start(setting, lambda max_len: opened.load(max_len, options))
+        self.num_int4_layers, self.rounding = opened.num_int4_layers, opened.rounding
         self.executor, self.memory_plan = started.executor, started.plan
         self.max_model_len = started.max_model_len
         self.engine = Engine(
@@ -148,6 +143,8 @@ class LLM:
         self.default_params = SamplingParams(**self.checkpoint_defaults.options)
         if self.checkpoint_defaults:
             logger.info("%s", self.checkpoint_defaults)
+        if self.rounding:
+            logger.info("%s", self.rounding)
         self._request_numbers = itertools.count()
         self._inboxes: dict[str, Inbox] = {}
 
@@ -213,13 +210,6 @@ class LLM:
     def stats(self) -> EngineStats:
         """The engine's counters since it started."""
         return self.engine.stats()
-
-    def _check_vocabulary(self, path: Path) -> None:
-        tokens, rows = self.tokenizer.vocab_size, self.model_config.vocab_size
-        if tokens > rows:
-            raise CheckpointError(
-                str(path), f"the tokenizer has {tokens} tokens, the embedding only {rows} rows"
-            )
 
     def _prompt_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[Sequence[int]]:
         _check_sequence("prompts", prompts, "a text, token ids, or a list of either")

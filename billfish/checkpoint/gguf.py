@@ -18,7 +18,6 @@ import itertools
 import math
 import mmap
 import os
-import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from typing import Any, NoReturn, Self, TypeAlias
 
 import numpy as np
 
+from billfish.checkpoint.files import map_file, release_pages
 from billfish.checkpoint.ggml import READABLE_TYPES, GGMLType
 from billfish.checkpoint.metadata import Metadata
 from billfish.errors import CheckpointError
@@ -95,7 +95,7 @@ class GGUFFile:
         overlapping or misaligned tensors, text that is no UTF-8.
         """
         name = os.fsdecode(path)
-        buffer = _map(name)
+        buffer = map_file(name)
         try:
             return cls(name, buffer)
         except BaseException:
@@ -119,6 +119,12 @@ class GGUFFile:
             raise CheckpointError(self.path, "the file has been closed", tensor=name)
         return np.frombuffer(self._buffer, np.uint8, info.nbytes, info.offset)
 
+    def release(self, name: str) -> None:
+        """Give the memory of a tensor's pages back to the system; read again, they come back."""
+        if self._buffer is not None:
+            info = self.tensors[name]
+            release_pages(self._buffer, info.offset, info.nbytes)
+
     def close(self) -> None:
         """Let go of the memory map; it ends with the last array that `data` gave out."""
         self._buffer = None
@@ -128,23 +134,6 @@ class GGUFFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _map(path: str) -> mmap.mmap:
-    try:
-        status = os.stat(path)
-        # Before opening: to open a named pipe blocks until somebody writes to it.
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(path, "is not a regular file")
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                raise CheckpointError(path, "the file is empty")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except CheckpointError:
-        raise
-    except (OSError, ValueError) as error:  # ValueError: a path with a null character
-        reason = getattr(error, "strerror", None) or str(error)
-        raise CheckpointError(path, f"cannot be read: {reason}") from error
 
 
 class _Cursor:

@@ -32,6 +32,14 @@ class Metadata(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def with_defaults(self, **defaults: Any) -> "Metadata":
+        """The same, with other values for keys that are not there; a null stays one."""
+        return Metadata({**defaults, **self._values}, self.path, self._within)
+
+    def with_values(self, **values: Any) -> "Metadata":
+        """The same, with these values in place of its own."""
+        return Metadata({**self._values, **values}, self.path, self._within)
+
     def text(self, key: str, default: str | None = None) -> str:
         value = self._find(key, default)
         if not isinstance(value, str):

@@ -33,6 +33,7 @@ def command(
     dtype: common.Dtype = "bfloat16",
     kv_memory: common.KVMemory = None,
     device: common.Device = "auto",
+    quantize: common.Quantize = None,
 ) -> None:
     """Talk to a model. Ctrl-C stops the answer, not the program."""
     given = {
@@ -42,7 +43,7 @@ def command(
         "seed": seed,
     }  # fmt: skip
     common.sampling(DEFAULTS, given)
-    llm = common.load(model, dtype, kv_memory, device)
+    llm = common.load(model, dtype, kv_memory, device, quantize)
     llm.tokenizer.encode_chat(
         [{"role": "user", "content": "?"}]
     )  # a model that cannot chat says so

@@ -20,10 +20,17 @@ if TYPE_CHECKING:
 
 Model = Annotated[
     str,
-    typer.Option("--model", "-m", help='Path of a .gguf file, or "smollm2" for the demo model.'),
+    typer.Option(
+        "--model",
+        "-m",
+        help="A .gguf file, a Hugging Face directory or repository, or smollm2, the demo model.",
+    ),
 ]
 Dtype = Annotated[
     str, typer.Option(help="Of activations and KV cache: bfloat16, float32 or float16.")
+]
+Quantize = Annotated[
+    str | None, typer.Option(help="int4: round layers that are not INT4 while they are loaded.")
 ]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate for a prompt.")]
 # None stands for "not given": then the model file's own default counts, or else the command's.
@@ -66,7 +73,13 @@ def progress_bar(console: Console) -> Progress:
     )  # fmt: skip
 
 
-def load(model: str, dtype: str, kv_memory: float | None, device: str = "auto") -> "LLM":
+def load(
+    model: str,
+    dtype: str,
+    kv_memory: float | None,
+    device: str = "auto",
+    quantize: str | None = None,
+) -> "LLM":
     """Loads the model, with a progress bar on standard error. kv_memory: GiB."""
     from billfish.config import CacheConfig
     from billfish.llm import LLM
@@ -78,13 +91,13 @@ def load(model: str, dtype: str, kv_memory: float | None, device: str = "auto") 
             model,
             dtype=dtype,
             device=device,
+            quantize=quantize,
             cache=CacheConfig(memory_bytes=None if kv_memory is None else int(kv_memory * 2**30)),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    if llm.memory_plan is not None:
-        console.print(str(llm.memory_plan), style="dim", markup=False)
-    if llm.checkpoint_defaults:
-        console.print(str(llm.checkpoint_defaults), style="dim", markup=False)
+    for note in (llm.memory_plan, llm.checkpoint_defaults, llm.rounding):
+        if note:
+            console.print(str(note), style="dim", markup=False)
     return llm
 
 

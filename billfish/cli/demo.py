@@ -38,11 +38,12 @@ def command(
     dtype: common.Dtype = "bfloat16",
     kv_memory: common.KVMemory = None,
     device: common.Device = "auto",
+    quantize: common.Quantize = None,
 ) -> None:
     """Serve a dozen chat prompts at once and show what it took."""
     console = Console()
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    llm = common.load(model, dtype, kv_memory, device)
+    llm = common.load(model, dtype, kv_memory, device, quantize)
     shape = llm.model_config
     console.print(
         f"{model}: {shape.num_layers} layers, {llm.num_int4_layers} linear layers in INT4, "

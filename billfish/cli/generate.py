@@ -57,6 +57,7 @@ def command(
     dtype: common.Dtype = "bfloat16",
     kv_memory: common.KVMemory = None,
     device: common.Device = "auto",
+    quantize: common.Quantize = None,
 ) -> None:
     """Continue one or more prompts. A single text is printed as it is generated."""
     given = {
@@ -69,7 +70,7 @@ def command(
     if logprobs is not None and not as_json:
         raise InvalidRequestError("logprobs", "are shown with --json only")
     common.sampling(DEFAULTS, given)
-    llm = common.load(model, dtype, kv_memory, device)
+    llm = common.load(model, dtype, kv_memory, device, quantize)
     params = common.sampling(DEFAULTS, given, llm)
     inputs: list[Any] = [[{"role": "user", "content": p}] for p in prompts] if chat else prompts
     if len(prompts) == params.n == 1 and not as_json:

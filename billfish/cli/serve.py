@@ -83,6 +83,13 @@ def command(
             rich_help_panel=ENGINE,
         ),
     ] = "bfloat16",
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            help="int4: round layers that are not INT4 while they are loaded.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None,
     device: Annotated[
         str,
         typer.Option(
@@ -194,6 +201,7 @@ def command(
     engine = EngineConfig(
         model=model,
         dtype=dtype,
+        quantize=quantize,
         device=device,
         batch_invariant=batch_invariant,
         cache=CacheConfig(

@@ -12,7 +12,7 @@ from billfish.models.architecture import Architecture
 from billfish.models.decoder import CausalLM, tensor_shapes
 from billfish.models.gguf_config import ROPE_TENSORS
 from billfish.models.registry import ARCHITECTURES
-from billfish.models.weights import Progress, WeightSource
+from billfish.models.weights import LoadOptions, WeightSource
 from billfish.quantization import gguf as gguf_types
 from billfish.quantization.gguf import Int4Groups
 
@@ -48,7 +48,7 @@ _TOP_NAMES = {
 def architecture_of(file: GGUFFile) -> Architecture:
     """Raises CheckpointError for one that is not supported."""
     name = file.metadata.text("general.architecture")
-    known = {a.gguf: a for a in ARCHITECTURES}
+    known = {a.gguf: a for a in ARCHITECTURES if a.gguf is not None}
     if name not in known:
         raise CheckpointError(
             file.path,
@@ -59,47 +59,36 @@ def architecture_of(file: GGUFFile) -> Architecture:
 
 def read_config(file: GGUFFile) -> ModelConfig:
     """The model's shape from the metadata. Raises CheckpointError for what is not supported."""
-    return architecture_of(file).from_gguf(file)
+    read = architecture_of(file).from_gguf
+    assert read is not None
+    return read(file)
 
 
-def count_int4_layers(file: GGUFFile) -> int:
-    """Linear layers whose weights stay INT4; an embedding is looked up, so it does not."""
-    names = (name for name, info in file.tensors.items() if info.type in gguf_types.INT4_TYPES)
-    return sum(name != "token_embd.weight" for name in names)
+def has_int4(file: GGUFFile) -> bool:
+    """Whether most weights are INT4."""
+    infos = file.tensors.values()
+    int4 = sum(info.nbytes for info in infos if info.type in gguf_types.INT4_TYPES)
+    return 2 * int4 > sum(info.nbytes for info in infos)
 
 
 def load_model(
-    file: GGUFFile,
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    max_len: int,
-    device: torch.device | str = "cpu",
-    progress: Progress | None = None,
-) -> CausalLM:
-    """Builds the model, INT4 tensors kept in INT4 and all others converted to `dtype`.
+    file: GGUFFile, config: ModelConfig, *, max_len: int, options: LoadOptions
+) -> tuple[CausalLM, "GGUFWeights"]:
+    """Builds the model, INT4 tensors kept in INT4 and all others converted to the dtype asked for.
 
     max_len: longest sequence, in tokens, that positions are prepared for. Raises CheckpointError,
     before anything is loaded, for a missing, unknown or misshapen tensor.
     """
-    weights = GGUFWeights(file, config, dtype, torch.device(device), progress)
+    weights = GGUFWeights(file, config, options)
     weights.check(tensor_shapes(config))
-    return CausalLM(config, weights, max_len)
+    return CausalLM(config, weights, max_len), weights
 
 
 class GGUFWeights(WeightSource):
     """The weights of a GGUF file."""
 
-    def __init__(
-        self,
-        file: GGUFFile,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        progress: Progress | None = None,
-    ) -> None:
-        names = file.tensors.keys() - set(ROPE_TENSORS)
-        super().__init__(file.path, dtype, device, len(names), progress)
+    def __init__(self, file: GGUFFile, config: ModelConfig, options: LoadOptions) -> None:
+        super().__init__(file.path, options, len(file.tensors.keys() - set(ROPE_TENSORS)))
         self._file, self._config = file, config
         self._interleaved = architecture_of(file).interleaved
         self._layer_names = _LAYER_NAMES | (_POST_NORM_NAMES if config.post_norms else {})
@@ -137,7 +126,6 @@ class GGUFWeights(WeightSource):
         tensor = gguf_types.dequantize(self._file.data(info.name), info.type, info.shape)
         if not bool(tensor.isfinite().all()):
             raise CheckpointError(self.path, "holds values not finite", tensor=info.name)
-        self.advance(1)
         rows = self._row_order(name)
         return tensor if rows is None else tensor[rows]
 
@@ -147,13 +135,16 @@ class GGUFWeights(WeightSource):
             return None
         with self._naming(name):
             groups = gguf_types.int4_groups(self._file.data(info.name), info.type, info.shape)
-        self.advance(1)
+        self._done(f"{name}.weight")
         rows = self._row_order(f"{name}.weight")
         if rows is None:
             return groups
         zeros, offsets = (None if t is None else t[rows] for t in (groups.zeros, groups.offsets))
         codes, scales = groups.codes[rows], groups.scales[rows]
         return Int4Groups(codes, scales, zeros, offsets, groups.group_size)
+
+    def release(self, name: str) -> None:
+        self._file.release(self.stored_name(name))
 
     def has_bias(self, name: str) -> bool:
         return self.stored_name(f"{name}.bias") in self._file.tensors

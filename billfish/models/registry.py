@@ -1,5 +1,7 @@
 """The architectures there are."""
 
-from billfish.models import llama
+from billfish.models import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3, smollm3
 
-ARCHITECTURES = (llama.ARCHITECTURE,)
+ARCHITECTURES = tuple(
+    module.ARCHITECTURE for module in (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, smollm3)
+)

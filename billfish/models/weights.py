@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -10,29 +11,41 @@ from torch import Tensor, nn
 from billfish.errors import CheckpointError, KernelArgumentError
 from billfish.kernels import marlin
 from billfish.layers.linear import Linear, MergedLinear, QuantLinear
-from billfish.quantization.int4 import Int4Groups
+from billfish.quantization.int4 import Int4Groups, round_to_nearest
 
 Progress = Callable[[int, int], None]
 """Called with (tensors loaded, tensors in all)."""
+
+GROUP_SIZE = 128
+"""Columns of a group where weights are rounded while they are loaded."""
+_ROUNDED_AT_ONCE = 1 << 22  # elements
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """dtype: of activations. device: where the model will be. quantize: "int4" rounds the linear
+    layers that are dense in the file, but for the head; None keeps them. progress: called with
+    (tensors loaded, tensors in all)."""
+
+    dtype: torch.dtype
+    device: torch.device | str = "cpu"
+    quantize: str | None = None
+    progress: Progress | None = None
 
 
 class WeightSource(ABC):
     """The weights of a checkpoint under Hugging Face names; see `billfish.models.decoder.Weights`.
 
-    dtype: of activations. device: where the model will be.
+    num_int4_layers: of those loaded so far, which are INT4. rounding_errors: of the layers that
+    were rounded here, the norm of the difference over the norm of the weight.
     """
 
-    def __init__(
-        self,
-        path: str,
-        dtype: torch.dtype,
-        device: torch.device,
-        num_tensors: int,
-        progress: Progress | None,
-    ) -> None:
-        self.path, self.dtype, self.device = path, dtype, device
-        self._num_tensors, self._progress = num_tensors, progress
-        self._loaded = 0
+    def __init__(self, path: str, options: LoadOptions, num_tensors: int) -> None:
+        self.path, self.options = path, options
+        self.dtype, self.device = options.dtype, torch.device(options.device)
+        self.num_int4_layers = 0
+        self.rounding_errors: dict[str, float] = {}
+        self._num_tensors, self._num_loaded = num_tensors, 0
 
     @abstractmethod
     def dense(self, name: str) -> Tensor:
@@ -40,7 +53,7 @@ class WeightSource(ABC):
 
     @abstractmethod
     def int4_groups(self, name: str) -> Int4Groups | None:
-        """The weight of the linear layer `name`, where it is in INT4."""
+        """The weight of the linear layer `name`, where the file has it in INT4."""
 
     @abstractmethod
     def has_bias(self, name: str) -> bool:
@@ -50,54 +63,83 @@ class WeightSource(ABC):
     def stored_name(self, name: str) -> str:
         """What the file calls a tensor, for messages."""
 
+    @abstractmethod
+    def release(self, name: str) -> None:
+        """Called when a tensor has been read for the last time."""
+
     def tensor(self, name: str) -> Tensor:
-        return self.dense(name).to(self.device, self.dtype)
+        values = self.dense(name).to(self.device, self.dtype)
+        self._done(name)
+        return values
 
     def norm(self, name: str) -> Tensor:
         return self.tensor(name)
 
     def linear(self, *names: str, gated: bool = False) -> nn.Module:
-        parts = [self.int4_groups(name) for name in names]
+        if len({self.has_bias(name) for name in names}) > 1:
+            return MergedLinear([self.linear(name) for name in names])
+        parts = [self._int4(name) for name in names]
         groups = [part for part in parts if part is not None]
         if not groups:
             return Linear(self._joined([f"{name}.weight" for name in names]), self._bias(names))
         if len(groups) == len(names) and all(_same_form(groups[0], part) for part in groups[1:]):
-            silu_mul = gated and self.device.type == "cuda"  # on a CPU it gains nothing
-            return QuantLinear(self._packed(names, groups, silu_mul), self._bias(names))
+            silu_mul = gated and self.device.type == "cuda"
+            return self._quant_linear(names, groups, silu_mul)  # on a CPU it gains nothing
         # Some files keep a part of a merged layer in more bits than the rest, or in another order
         # of columns: each stays as it is.
-        return MergedLinear([self.linear(name) for name in names])
+        return MergedLinear(
+            [
+                self._quant_linear([name], [part]) if part is not None else self.linear(name)
+                for name, part in zip(names, parts, strict=True)
+            ]
+        )
+
+    def _int4(self, name: str) -> Int4Groups | None:
+        stored = self.int4_groups(name)
+        if stored is not None or self.options.quantize is None or name == "lm_head":
+            return stored
+        weight = self.dense(f"{name}.weight")
+        with self._naming(name):
+            groups, self.rounding_errors[name] = _rounded(weight)
+        self._done(f"{name}.weight")
+        return groups
+
+    def _quant_linear(
+        self, names: Sequence[str], parts: Sequence[Int4Groups], silu_mul: bool = False
+    ) -> QuantLinear:
+        self.num_int4_layers += len(names)
+        return QuantLinear(self._packed(names, parts, silu_mul), self._bias(names))
 
     def _bias(self, names: Sequence[str]) -> Tensor | None:
         biases = [f"{name}.bias" for name in names if self.has_bias(name)]
         return self._joined(biases) if biases else None
 
     def _joined(self, names: Sequence[str]) -> Tensor:
-        """Tensors one below the other, converted one at a time."""
-        if len(names) == 1:
-            return self.tensor(names[0])
-        return torch.cat([self.tensor(name) for name in names])
+        """Tensors one below the other."""
+        tensors = [self.tensor(name) for name in names]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
     def _packed(
         self, names: Sequence[str], parts: Sequence[Int4Groups], silu_mul: bool
     ) -> marlin.PackedWeight:
-        """INT4 weights one below the other."""
+        """INT4 weights one below the other, moved to the device before they are packed there."""
 
-        def merged(field: str) -> Tensor | None:
-            tensors = [getattr(part, field) for part in parts]
-            if tensors[0] is None:
-                return None
-            return (tensors[0] if len(tensors) == 1 else torch.cat(tensors)).to(self.device)
+        def merged(tensors: Sequence[Tensor]) -> Tensor:
+            return (tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))).to(self.device)
 
-        codes, scales = merged("codes"), merged("scales")
-        assert codes is not None
-        assert scales is not None
+        zeros = offsets = None
+        if any(part.zeros is not None for part in parts):  # without: 8
+            zeros = merged([_zeros(part) for part in parts])
+        if parts[0].offsets is not None:
+            offsets = merged([part.offsets for part in parts if part.offsets is not None])
+        g_idx = parts[0].g_idx
         with self._naming(*names):
             return marlin.pack(
-                codes,
-                scales,
-                zeros=merged("zeros"),
-                offsets=merged("offsets"),
+                merged([part.codes for part in parts]),
+                merged([part.scales for part in parts]),
+                zeros=zeros,
+                offsets=offsets,
+                g_idx=None if g_idx is None else g_idx.to(self.device),
                 group_size=parts[0].group_size,
                 dtype=self.dtype,
                 silu_mul=silu_mul,
@@ -112,14 +154,37 @@ class WeightSource(ABC):
             tensors = ", ".join(self.stored_name(f"{name}.weight") for name in names)
             raise CheckpointError(self.path, str(error), tensor=tensors) from error
 
-    def advance(self, count: int) -> None:
-        self._loaded += count
-        if self._progress:
-            self._progress(self._loaded, self._num_tensors)
+    def _done(self, name: str) -> None:
+        self.release(name)
+        self._num_loaded += 1
+        if self.options.progress:
+            self.options.progress(self._num_loaded, self._num_tensors)
 
 
 def _same_form(one: Int4Groups, other: Int4Groups) -> bool:
     """Whether two weights of as many columns can be one below the other."""
-    fields = ("zeros", "offsets")
-    alike = all((getattr(one, f) is None) == (getattr(other, f) is None) for f in fields)
-    return alike and one.group_size == other.group_size
+    if one.group_size != other.group_size or (one.offsets is None) != (other.offsets is None):
+        return False
+    if one.g_idx is None or other.g_idx is None:
+        return one.g_idx is other.g_idx
+    return torch.equal(one.g_idx, other.g_idx)
+
+
+def _zeros(part: Int4Groups) -> Tensor:
+    if part.zeros is not None:
+        return part.zeros
+    return torch.full_like(part.scales, 8, dtype=torch.uint8)
+
+
+def _rounded(weight: Tensor) -> tuple[Int4Groups, float]:
+    """The nearest INT4 weights, a few rows at a time, and their error."""
+    rows = max(1, _ROUNDED_AT_ONCE // weight.shape[1])
+    parts, lost, whole = [], 0.0, 0.0
+    for values in weight.split(rows):
+        part = round_to_nearest(values, GROUP_SIZE)
+        lost += float((part.dequantize() - values).square().sum(dtype=torch.float64))
+        whole += float(values.float().square().sum(dtype=torch.float64))
+        parts.append(part)
+    codes, scales = (torch.cat([getattr(p, field) for p in parts]) for field in ("codes", "scales"))
+    error = (lost / whole) ** 0.5 if whole else 0.0
+    return Int4Groups(codes, scales, None, None, GROUP_SIZE), error

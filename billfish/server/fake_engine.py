@@ -66,7 +66,7 @@ def byte_tokenizer() -> Tokenizer:
         control_ids=frozenset(control.values()),
     )
     template = ChatTemplate(TEMPLATE, "fake")
-    return Tokenizer(vocabulary, lambda text: list(text.encode()), template)
+    return Tokenizer(vocabulary, lambda text, place: list(text.encode()), template)
 
 
 class ScriptedExecutor:

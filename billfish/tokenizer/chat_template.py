@@ -15,23 +15,30 @@ MAX_MESSAGES = 10_000
 MAX_CONTENT = MAX_TEXT // 2  # characters of all messages together
 MAX_NESTING = 64  # of what tools and the arguments of their calls hold
 _MAX_SOURCE = 1 << 18  # characters; the longest published templates have some 20,000
-_KEY = "tokenizer.chat_template"
 
 
 class ChatTemplate:
     """A compiled template. Rendering changes nothing in it, so threads may share it.
 
     source: the template; path: the file it is from, for errors; bos_token, eos_token: their texts,
-    which templates write out. Raises CheckpointError when the source is not a template, or uses
-    what the sandbox does not offer.
+    which templates write out; key: where in the file it stands. Raises CheckpointError when the
+    source is not a template, or uses what the sandbox does not offer.
     """
 
-    def __init__(self, source: str, path: str, *, bos_token: str = "", eos_token: str = "") -> None:
+    def __init__(
+        self,
+        source: str,
+        path: str,
+        *,
+        bos_token: str = "",
+        eos_token: str = "",
+        key: str = "tokenizer.chat_template",
+    ) -> None:
         if len(source) > _MAX_SOURCE:
             reason = f"has {len(source)} characters, more than {_MAX_SOURCE}"
-            raise CheckpointError(path, reason, tensor=_KEY)
+            raise CheckpointError(path, reason, tensor=key)
         self.source = source
-        self._path = path
+        self._path, self._key = path, key
         names: dict[str, Any] = {
             "bos_token": bos_token,
             "eos_token": eos_token,
@@ -45,11 +52,11 @@ class ChatTemplate:
             self._template = BoundedEnvironment().from_string(source, names)
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(
-                path, f"line {error.lineno}: {error.message}", tensor=_KEY
+                path, f"line {error.lineno}: {error.message}", tensor=key
             ) from None
         # Python's own compiler limits: nesting, numbers of thousands of digits.
         except (RecursionError, SyntaxError, ValueError, OverflowError, MemoryError) as error:
-            raise CheckpointError(path, f"cannot be compiled: {error}", tensor=_KEY) from None
+            raise CheckpointError(path, f"cannot be compiled: {error}", tensor=key) from None
 
     def render(
         self,
@@ -77,7 +84,7 @@ class ChatTemplate:
             with rendering():
                 return self._template.render(names)
         except (SecurityError, RecursionError, MemoryError) as error:
-            raise CheckpointError(self._path, f"rendering: {error}", tensor=_KEY) from None
+            raise CheckpointError(self._path, f"rendering: {error}", tensor=self._key) from None
         except Exception as error:  # the template is a program: it may raise anything
             raise InvalidRequestError("messages", f"the chat template failed: {error}") from None
 

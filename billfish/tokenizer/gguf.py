@@ -17,11 +17,12 @@ from tokenizers.models import BPE
 
 from billfish.checkpoint.metadata import Metadata
 from billfish.errors import CheckpointError, shown
+from billfish.tokenizer.byte_alphabet import LETTERS, alphabet_bytes
 from billfish.tokenizer.chat_template import ChatTemplate
 from billfish.tokenizer.library import word_ids
 from billfish.tokenizer.pretokenizers import WORD_RULES
 from billfish.tokenizer.sentencepiece import SPACE, SentencePieceBPE
-from billfish.tokenizer.tokenizer import Tokenizer, Vocabulary
+from billfish.tokenizer.tokenizer import Place, Tokenizer, Vocabulary
 
 _TOKENS = "tokenizer.ggml.tokens"
 _TYPES = "tokenizer.ggml.token_type"
@@ -39,7 +40,7 @@ _END_TOKENS = frozenset(
     }
 )  # fmt: skip
 # Some converters label turn markers "user-defined", as if they were words.
-_MARKUP = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+MARKUP = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 # Tokens that are looked for in text are compiled into one pattern, so a file may not have any
 # number of them. Command R's has about 1,000.
@@ -76,8 +77,13 @@ def from_gguf(metadata: Mapping[str, Any], path: str) -> Tokenizer:
     _check_distinct(texts, path)
     types = _token_types(source, texts)
     build = _byte_level if kind == "gpt2" else _sentencepiece
-    encode_words, token_bytes, add_bos = build(source, texts, types)
+    encode, token_bytes, add_bos = build(source, texts, types)
     vocabulary = _vocabulary(source, texts, types, token_bytes, kind == "llama", add_bos)
+
+    def encode_words(text: str, place: Place) -> list[int]:
+        prefix = " " if vocabulary.space_prefix and place is not Place.BARE else ""
+        return encode(prefix + text)
+
     return Tokenizer(vocabulary, encode_words, _chat_template(source, vocabulary))
 
 
@@ -101,7 +107,7 @@ def _byte_level(source: Metadata, texts: list[str], types: list[int]) -> _Built:
     words = {texts[i]: i for i in _of_type(types, TokenType.NORMAL)}
     # Some vocabularies lack rare control characters; none can do without these.
     for byte in (*range(0x20, 0x7F), *range(0x80, 0xC0)):
-        if _LETTERS[byte] not in words:
+        if LETTERS[byte] not in words:
             raise CheckpointError(source.path, f"no token for byte 0x{byte:02x}", tensor=_TOKENS)
     merges = []
     for merge in source.strings(_MERGES):
@@ -120,7 +126,7 @@ def _byte_level(source: Metadata, texts: list[str], types: list[int]) -> _Built:
     def encode_words(text: str) -> list[int]:
         return word_ids(tokenizer, rules.normalize(text))
 
-    return encode_words, [_alphabet_bytes(text) for text in texts], rules.add_bos
+    return encode_words, [alphabet_bytes(text) for text in texts], rules.add_bos
 
 
 def _sentencepiece(source: Metadata, texts: list[str], types: list[int]) -> _Built:
@@ -167,13 +173,13 @@ def _vocabulary(
     for i in _of_type(types, TokenType.USER_DEFINED):
         text = texts[i].replace(SPACE, " ") if sentencepiece else texts[i]
         token_bytes[i] = text.encode()
-        if _MARKUP.fullmatch(text):
+        if MARKUP.fullmatch(text):
             markers.append(i)
         elif text:
             user_defined[text] = i
     # One character is too short for a marker: it would be matched all over ordinary text.
     control = {texts[i]: i for i in markers if len(texts[i]) > 1}
-    _check_matched([*control, *user_defined], source.path)
+    check_matched([*control, *user_defined], source.path)
     size = len(texts)
     bos = source.token_id("tokenizer.ggml.bos_token_id", size)
     eos = source.token_id("tokenizer.ggml.eos_token_id", size)
@@ -240,14 +246,15 @@ def _of_type(types: list[int], wanted: TokenType) -> list[int]:
     return [i for i, kind in enumerate(types) if kind == number]
 
 
-def _check_matched(matched: list[str], path: str) -> None:
+def check_matched(matched: list[str], path: str, key: str = _TYPES) -> None:
+    """Refuse more, or longer, tokens that are looked for in text than a pattern can take."""
     longest = max(map(len, matched), default=0)
     if len(matched) > _MAX_MATCHED or longest > _MAX_MATCHED_LENGTH:
         reason = (
             f"{len(matched)} control and user-defined tokens of up to {longest} characters; "
             f"at most {_MAX_MATCHED} of {_MAX_MATCHED_LENGTH} are supported"
         )
-        raise CheckpointError(path, reason, tensor=_TYPES)
+        raise CheckpointError(path, reason, tensor=key)
 
 
 def _check_distinct(texts: list[str], path: str) -> None:
@@ -260,24 +267,3 @@ def _check_distinct(texts: list[str], path: str) -> None:
                 path, f"token {i}, {shown(text)}, stands there twice", tensor=_TOKENS
             )
         seen.add(text)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: a visible character for every byte. Printable Latin-1 stands for itself,
-    the others are numbered from U+0100."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = (byte for byte in range(256) if byte not in visible)
-    return {chr(b): b for b in visible} | {chr(256 + n): b for n, b in enumerate(others)}
-
-
-_ALPHABET = _byte_alphabet()
-_LETTERS = {byte: character for character, byte in _ALPHABET.items()}
-_TO_LATIN1 = {ord(character): byte for character, byte in _ALPHABET.items()}
-
-
-def _alphabet_bytes(text: str) -> bytes:
-    """The bytes that a token in the byte alphabet stands for; its own UTF-8 if it is not in it."""
-    try:
-        return text.translate(_TO_LATIN1).encode("latin-1") if " " not in text else text.encode()
-    except UnicodeEncodeError:
-        return text.encode()

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -19,8 +20,10 @@ class Vocabulary:
     stream, b"" for control tokens and unused entries. control: id by text of the tokens that mark
     structure (turns, begin, end). user_defined: id by text of the tokens that are matched in any
     text before it is cut into words. bos_token_id may be None; eos_token_ids end a request.
-    add_bos, add_eos: put them around a text. space_prefix: text starts with an added space, as in
-    SentencePiece.
+    add_bos, add_eos: put them around a text. bos_before_chat: put the begin token before a chat
+    too, where add_bos is set and the template has not written one. space_prefix: text starts with
+    an added space, as in SentencePiece. strip_before, strip_after: control tokens that take the
+    white space on that side with them.
     """
 
     texts: Sequence[str]
@@ -31,21 +34,36 @@ class Vocabulary:
     eos_token_ids: tuple[int, ...]
     add_bos: bool = False
     add_eos: bool = False
+    bos_before_chat: bool = True
     space_prefix: bool = False
+    strip_before: frozenset[str] = frozenset()
+    strip_after: frozenset[str] = frozenset()
     control_ids: frozenset[int] = field(default=frozenset())
+
+
+class Place(Enum):
+    """Where a text stands that is cut into words: SentencePiece puts a space before some."""
+
+    FIRST = "at the start of the whole"
+    INNER = "behind a control token or a user-defined one"
+    BARE = "anywhere, and no space is wanted"
+
+
+EncodeWords = Callable[[str, Place], list[int]]
+"""Ids of a text without control and user-defined tokens."""
 
 
 class Tokenizer:
     """Encodes, decodes, and renders chats. Immutable after construction; safe to use in threads.
 
-    encode_words: turns text without control and user-defined tokens into ids. template: None if the
-    model has none, the error if it has one that cannot be used: that hinders chats, nothing else.
+    template: None if the model has none, the error if it has one that cannot be used: that hinders
+    chats, nothing else.
     """
 
     def __init__(
         self,
         vocabulary: Vocabulary,
-        encode_words: Callable[[str], list[int]],
+        encode_words: EncodeWords,
         template: ChatTemplate | CheckpointError | None,
     ) -> None:
         self._vocabulary = vocabulary
@@ -113,7 +131,7 @@ class Tokenizer:
         """
         check_text("word", word)
         bare = word.lstrip(" ") or word
-        found = {tuple(self._encode(text, False, space="")) for text in (bare, " " + bare)}
+        found = {tuple(self._encode(text, False, bare=True)) for text in (bare, " " + bare)}
         if () in found:
             raise InvalidRequestError("word", f"{shown(word)} has no tokens in this vocabulary")
         return tuple(sorted(found))
@@ -174,34 +192,53 @@ class Tokenizer:
         template; they come from the program, not from a user.
 
         A message that holds "<|im_end|>" keeps it as ordinary characters, which the model reads as
-        text. The begin token is put in front when the model asks for one and the template has not
-        written it. Raises what `render_chat` raises.
+        text. Where the vocabulary has bos_before_chat, the begin token is put in front when the
+        model asks for one and the template has not written it. Raises what `render_chat` raises.
         """
         template = self._template_or_fail()
         guarded, known, mark = self._guard.protect(messages, template.source, tools)
         text = template.render(guarded, add_generation_prompt, tools=known, variables=variables)
         ids = self._encode(text, True, mark)
         begin = self._vocabulary.bos_token_id
-        if self._vocabulary.add_bos and begin is not None and ids[:1] != [begin]:
+        wanted = self._vocabulary.add_bos and self._vocabulary.bos_before_chat
+        if wanted and begin is not None and ids[:1] != [begin]:
             ids.insert(0, begin)
         return ids
 
     def _encode(
-        self, text: str, parse_special: bool, mark: str = "", space: str = " "
+        self, text: str, parse_special: bool, mark: str = "", bare: bool = False
     ) -> list[int]:
         """Ids of `text`. `mark`, where there is one, keeps written-out tokens from being matched
-        and is itself dropped. `space`: what a vocabulary with space_prefix puts in front."""
+        and is itself dropped."""
         matcher = self._special if parse_special else self._plain
+        place = Place.BARE if bare else Place.FIRST
         ids: list[int] = []
-        for part, token_id in _parts(matcher, self._special_ids, text):
-            if token_id is not None:
-                ids.append(token_id)
-                continue
+        for part, token in self._parts(matcher, text):
             words = part.replace(mark, "") if mark else part
             if words:
-                prefix = space if self._vocabulary.space_prefix else ""
-                ids += self._encode_words(prefix + words)
+                ids += self._encode_words(words, place)
+            if token is not None:
+                ids.append(self._special_ids[token])
+            place = Place.BARE if bare else Place.INNER
         return ids
+
+    def _parts(
+        self, matcher: re.Pattern[str] | None, text: str
+    ) -> Iterator[tuple[str, str | None]]:
+        """Cut `text` into what lies between the tokens that `matcher` finds, and the token behind
+        each part."""
+        start = 0
+        for match in matcher.finditer(text) if matcher else ():
+            token, end, after = match.group(), match.start(), match.end()
+            if token in self._vocabulary.strip_before:
+                while end > start and text[end - 1].isspace():
+                    end -= 1
+            if token in self._vocabulary.strip_after:
+                while after < len(text) and text[after].isspace():
+                    after += 1
+            yield text[start:end], token
+            start = after
+        yield text[start:], None
 
     def _surround(self, ids: list[int]) -> list[int]:
         vocabulary = self._vocabulary
@@ -229,15 +266,3 @@ def _matcher(tokens: Iterable[str]) -> re.Pattern[str] | None:
     """Finds the leftmost, and there the longest, of `tokens`."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-
-
-def _parts(
-    matcher: re.Pattern[str] | None, ids: Mapping[str, int], text: str
-) -> Iterator[tuple[str, int | None]]:
-    """Cut `text` into tokens that `matcher` finds, with their ids, and what lies between."""
-    start = 0
-    for match in matcher.finditer(text) if matcher else ():
-        yield text[start : match.start()], None
-        yield match.group(), ids[match.group()]
-        start = match.end()
-    yield text[start:], None

@@ -14,7 +14,7 @@ def test_a_path_is_taken_as_it_is(tmp_path: Path) -> None:
     assert locate(str(path)) == path
 
 
-@pytest.mark.parametrize(("name", "reason"), [("none.gguf", "no such file"), ("", "not a file")])
+@pytest.mark.parametrize(("name", "reason"), [("none.gguf", "no such file"), ("", "not a model")])
 def test_what_is_not_a_file_is_refused(tmp_path: Path, name: str, reason: str) -> None:
     with pytest.raises(CheckpointError, match=reason):
         locate(str(tmp_path / name))

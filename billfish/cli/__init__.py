@@ -6,7 +6,7 @@ import sys
 import typer
 from rich.console import Console
 
-from billfish.cli import bench, chat, demo, env, generate, serve, settings
+from billfish.cli import bench, chat, demo, env, generate, quantize, serve, settings
 from billfish.errors import BillfishError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app.command("serve", context_settings=settings.CONTEXT)(serve.command)
 app.command("chat", context_settings=settings.CONTEXT)(chat.command)
 app.command("generate", context_settings=settings.CONTEXT)(generate.command)
 app.command("demo", context_settings=settings.CONTEXT)(demo.command)
+app.command("quantize")(quantize.command)
 app.command("env")(env.command)
 app.add_typer(bench.app, name="bench")
 

@@ -50,6 +50,12 @@ def step(context: typer.Context) -> None:
     _run("step", context.args, needs_gpu=True)
 
 
+@app.command("quantize", context_settings=_PASS_ON)
+def quantize(context: typer.Context) -> None:
+    """What INT4 costs in perplexity, by the method that made it."""
+    _run("quantize", context.args, needs_gpu=False)
+
+
 def _run(name: str, arguments: list[str], *, needs_gpu: bool) -> None:
     if needs_gpu and "--help" not in arguments:
         import torch

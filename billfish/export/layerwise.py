@@ -1,12 +1,13 @@
 """A model run one layer at a time: texts go through all of it with the weights of one in memory."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from billfish.config import ModelConfig
 from billfish.kernels.paged_attention import AttentionMetadata
+from billfish.layers.norm import RMSNorm
 from billfish.layers.rotary import rotary_table
 from billfish.models.decoder import CausalLM, DecoderLayer
 from billfish.models.weights import WeightSource
@@ -78,8 +79,11 @@ class DenseWeights:
         weights, biases = [], []
         for name in names:
             groups = source.int4_groups(name)
-            dense = source.dense(f"{name}.weight") if groups is None else groups.dequantize()
-            weights.append(dense.to(source.device, source.dtype))
+            weights.append(
+                source.tensor(f"{name}.weight")
+                if groups is None
+                else groups.dequantize().to(source.device, source.dtype)
+            )
             if source.has_bias(name):
                 biases.append(source.tensor(f"{name}.bias"))
         rows = [len(weight) for weight in weights]
@@ -88,6 +92,28 @@ class DenseWeights:
         )
         self.linears.append(linear)
         return linear
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How dense tensors are written. norm_offset: what is added to norms when they are read."""
+
+    dtype: torch.dtype
+    norm_offset: float = 0.0
+
+    def rounded(self, values: Tensor, offset: float = 0.0) -> Tensor:
+        return (values - offset).to(self.dtype).to(values.dtype) + offset
+
+    def apply(self, module: nn.Module) -> None:
+        """Norms, embeddings, heads and biases become what will be read back."""
+        for part in module.modules():
+            if isinstance(part, CalibratedLinear) and part.bias is not None:
+                part.bias = self.rounded(part.bias)
+            for name, values in part.named_buffers(recurse=False):
+                norm = isinstance(part, RMSNorm) or name in ("q_norm", "k_norm")
+                if name != "cos_sin":  # made from the configuration
+                    offset = self.norm_offset if norm else 0.0
+                    part.register_buffer(name, self.rounded(values, offset))
 
 
 class LayerRunner:
@@ -106,9 +132,10 @@ class LayerRunner:
         )  # fmt: skip
         self._table = torch.arange(self._batch * blocks).view(self._batch, blocks)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """int64 [S, L] -> the hidden states before the first layer."""
-        return self._ends().embed(token_ids.to(self._source.device))
+    def embed(self, token_ids: Tensor, written: Written | None = None) -> Tensor:
+        """int64 [S, L] -> the hidden states before the first layer, of the model as it will be
+        written where that is given."""
+        return self._ends(written).embed(token_ids.to(self._source.device))
 
     def make_layer(self, index: int) -> tuple[DecoderLayer, list[CalibratedLinear]]:
         """A layer of the model with its dense weights, and its linear layers in order."""
@@ -137,9 +164,9 @@ class LayerRunner:
         linear.hessian = None
         return hessian
 
-    def loss(self, hidden: Tensor, token_ids: Tensor) -> float:
+    def loss(self, hidden: Tensor, token_ids: Tensor, written: Written | None = None) -> float:
         """Mean negative log-likelihood, in nats, of each token after the first of every text."""
-        ends = self._ends()
+        ends = self._ends(written)
         total = 0.0
         for states, ids in zip(hidden, token_ids.to(hidden.device), strict=True):
             states = ends.norm(states[:-1])
@@ -160,10 +187,12 @@ class LayerRunner:
         x, residual = layer(hidden.flatten(0, 1), None, positions, self._cache, metadata)
         return x + residual
 
-    def _ends(self) -> CausalLM:
+    def _ends(self, written: Written | None) -> CausalLM:
         """What is before and behind the layers; read again each time, not kept."""
-        return CausalLM(self._config, DenseWeights(self._source), self._length, only=())
-
-
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, layers done, layers in all)."""
+        ends = CausalLM(self._config, DenseWeights(self._source), self._length, only=())
+        if written is not None:
+            written.apply(ends)
+            for part in ends.modules():
+                if isinstance(part, CalibratedLinear):
+                    part.weight = written.rounded(part.weight)
+        return ends

@@ -125,7 +125,8 @@ class HFWeights(WeightSource):
         n, k = self._shapes[f"{name}.weight"]
         specs = scheme.tensors(n, k)
         present = [part for part in specs if f"{name}.{part}" in self._stored]
-        parts = {part: self._view(f"{name}.{part}") for part in present if specs[part].shape}
+        read = [part for part in present if specs[part].shape is not None]
+        parts = {part: self._view(f"{name}.{part}") for part in read}
         with self._naming(name):
             groups = scheme.int4_groups(parts, n, k)
         for part in present:

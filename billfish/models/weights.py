@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from billfish.errors import CheckpointError, KernelArgumentError
 from billfish.kernels import marlin
 from billfish.layers.linear import Linear, MergedLinear, QuantLinear
-from billfish.quantization.int4 import Int4Groups, round_to_nearest
+from billfish.quantization.int4 import Int4Groups, merge, round_to_nearest
 
 Progress = Callable[[int, int], None]
 """Called with (tensors loaded, tensors in all)."""
@@ -82,14 +82,15 @@ class WeightSource(ABC):
         groups = [part for part in parts if part is not None]
         if not groups:
             return Linear(self._joined([f"{name}.weight" for name in names]), self._bias(names))
-        if len(groups) == len(names) and all(_same_form(groups[0], part) for part in groups[1:]):
+        merged = merge(groups) if len(groups) == len(names) else None
+        if merged is not None:
             silu_mul = gated and self.device.type == "cuda"
-            return self._quant_linear(names, groups, silu_mul)  # on a CPU it gains nothing
+            return self._quant_linear(names, merged, silu_mul)  # on a CPU it gains nothing
         # Some files keep a part of a merged layer in more bits than the rest, or in another order
         # of columns: each stays as it is.
         return MergedLinear(
             [
-                self._quant_linear([name], [part]) if part is not None else self.linear(name)
+                self._quant_linear([name], part) if part is not None else self.linear(name)
                 for name, part in zip(names, parts, strict=True)
             ]
         )
@@ -105,10 +106,10 @@ class WeightSource(ABC):
         return groups
 
     def _quant_linear(
-        self, names: Sequence[str], parts: Sequence[Int4Groups], silu_mul: bool = False
+        self, names: Sequence[str], weight: Int4Groups, silu_mul: bool = False
     ) -> QuantLinear:
         self.num_int4_layers += len(names)
-        return QuantLinear(self._packed(names, parts, silu_mul), self._bias(names))
+        return QuantLinear(self._packed(names, weight, silu_mul), self._bias(names))
 
     def _bias(self, names: Sequence[str]) -> Tensor | None:
         biases = [f"{name}.bias" for name in names if self.has_bias(name)]
@@ -120,27 +121,21 @@ class WeightSource(ABC):
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
     def _packed(
-        self, names: Sequence[str], parts: Sequence[Int4Groups], silu_mul: bool
+        self, names: Sequence[str], weight: Int4Groups, silu_mul: bool
     ) -> marlin.PackedWeight:
-        """INT4 weights one below the other, moved to the device before they are packed there."""
+        """An INT4 weight, moved to the device before it is packed there."""
 
-        def merged(tensors: Sequence[Tensor]) -> Tensor:
-            return (tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))).to(self.device)
+        def here(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(self.device)
 
-        zeros = offsets = None
-        if any(part.zeros is not None for part in parts):  # without: 8
-            zeros = merged([_zeros(part) for part in parts])
-        if parts[0].offsets is not None:
-            offsets = merged([part.offsets for part in parts if part.offsets is not None])
-        g_idx = parts[0].g_idx
         with self._naming(*names):
             return marlin.pack(
-                merged([part.codes for part in parts]),
-                merged([part.scales for part in parts]),
-                zeros=zeros,
-                offsets=offsets,
-                g_idx=None if g_idx is None else g_idx.to(self.device),
-                group_size=parts[0].group_size,
+                weight.codes.to(self.device),
+                weight.scales.to(self.device),
+                zeros=here(weight.zeros),
+                offsets=here(weight.offsets),
+                g_idx=here(weight.g_idx),
+                group_size=weight.group_size,
                 dtype=self.dtype,
                 silu_mul=silu_mul,
             )
@@ -159,21 +154,6 @@ class WeightSource(ABC):
         self._num_loaded += 1
         if self.options.progress:
             self.options.progress(self._num_loaded, self._num_tensors)
-
-
-def _same_form(one: Int4Groups, other: Int4Groups) -> bool:
-    """Whether two weights of as many columns can be one below the other."""
-    if one.group_size != other.group_size or (one.offsets is None) != (other.offsets is None):
-        return False
-    if one.g_idx is None or other.g_idx is None:
-        return one.g_idx is other.g_idx
-    return torch.equal(one.g_idx, other.g_idx)
-
-
-def _zeros(part: Int4Groups) -> Tensor:
-    if part.zeros is not None:
-        return part.zeros
-    return torch.full_like(part.scales, 8, dtype=torch.uint8)
 
 
 def _rounded(weight: Tensor) -> tuple[Int4Groups, float]:

@@ -148,6 +148,8 @@ def merge(parts: Sequence[Int4Groups]) -> Int4Groups | None:
     offsets in some only. Zero points in some only are no hindrance.
     """
     first = parts[0]
+    if len(parts) == 1:
+        return first
     for part in parts[1:]:
         if part.group_size != first.group_size or part.scales.shape[1] != first.scales.shape[1]:
             return None

@@ -29,13 +29,14 @@ class Matrix:
 
 
 def matrix(n, k, group_size, *, seed=0, zeros=None, act_order=False) -> Matrix:
-    """Random codes and scales. zeros: None for any of 0..15, a number for all, or "float"."""
+    """Random codes and scales. zeros: None for any of 0..15, a number for all, or "float".
+    act_order: a number draws the order of columns, alike for all matrices of as many."""
     rng = np.random.default_rng(seed)
     size = k if group_size == -1 else group_size
     groups = -(-k // size)
     group = np.arange(k) // size
     if act_order:
-        group = rng.permutation(group)
+        group = np.random.default_rng(int(act_order)).permutation(group)
     if zeros is None:
         zero_points = rng.integers(0, 16, (n, groups))
     elif zeros == "float":

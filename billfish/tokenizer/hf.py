@@ -21,6 +21,7 @@ from billfish.errors import CheckpointError, shown
 from billfish.tokenizer.byte_alphabet import alphabet_bytes
 from billfish.tokenizer.chat_template import ChatTemplate
 from billfish.tokenizer.gguf import MARKUP, check_matched
+from billfish.tokenizer.library import word_ids
 from billfish.tokenizer.sentencepiece import SPACE
 from billfish.tokenizer.tokenizer import EncodeWords, Place, Tokenizer, Vocabulary
 
@@ -220,7 +221,7 @@ def _word_encoder(
         tokenizer.encode_special_tokens = True
 
     def encode_words(words: str, place: Place) -> list[int]:
-        return tokenizers_of[place].encode(words, add_special_tokens=False).ids
+        return word_ids(tokenizers_of[place], words)
 
     return encode_words
 

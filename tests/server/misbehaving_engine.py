@@ -18,8 +18,11 @@ import time
 from billfish.engine.plan import StepPlan
 from billfish.errors import CapacityError, ConfigError
 from billfish.server import engine_process, fake_engine
+from billfish.server.connection import Connection
 from billfish.server.engine_host import Host, Report
 from billfish.server.messages import Launch, LaunchFake, ModelInfo
+
+Connection.MAX_UNSENT = 1 << 21  # little, so that a test reaches it soon
 
 
 def misbehave(word: str) -> None:

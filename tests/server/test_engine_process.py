@@ -4,56 +4,37 @@ import asyncio
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from billfish.config import EngineConfig
 from billfish.errors import CapacityError, EngineDiedError, EngineUnavailableError
-from billfish.sampling_params import SamplingParams
 from billfish.server.engine_client import EngineClient
-from billfish.server.fake_engine import ENDLESS, byte_tokenizer
-from billfish.server.frames import FrameReader, frame
+from billfish.server.fake_engine import ENDLESS
 from billfish.server.messages import (
-    EngineOutput,
-    EngineRequest,
-    Failed,
-    FromEngine,
     Launch,
     LaunchFake,
-    Ping,
-    Snapshot,
-    decode_from_engine,
-    encode,
 )
 from billfish.server.supervisor import EngineSupervisor, Watch, describe
-
-ROOT = Path(__file__).parents[2]
-MISBEHAVING = "tests.server.misbehaving_engine"
-QUICK = Watch(first_delay=0.01, answer=20.0, load=60.0)
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(os, "killpg") or not Path("/proc/self/stat").exists(),
-    reason="needs process groups and /proc",
+from tests.server.processes import (
+    LOOP,
+    NEEDS_PROC,
+    ROOT,
+    alive,
+    collect,
+    idle,
+    memory,
+    request,
+    text_of,
+    wait_until_gone,
+    with_process,
 )
 
-
-def request(name: str = "a", prompt: str = "Hello", **options: Any) -> EngineRequest:
-    return EngineRequest(
-        request_id=name,
-        prompt_token_ids=tuple(prompt.encode()),
-        sampling=SamplingParams(**options),
-    )
-
-
-LOOP: ContextVar[Callable[[], asyncio.AbstractEventLoop] | None] = ContextVar("LOOP", default=None)
+pytestmark = NEEDS_PROC
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
@@ -65,73 +46,6 @@ def any_loop(request: pytest.FixtureRequest) -> Iterator[None]:
     token = LOOP.set(factory)
     yield
     LOOP.reset(token)
-
-
-Test = Callable[[EngineClient, EngineSupervisor], Awaitable[None]]
-
-
-def with_process(
-    test: Test,
-    launch: Launch | LaunchFake | None = None,
-    *,
-    watch: Watch = QUICK,
-    module: str = MISBEHAVING,
-    ready: bool = True,
-) -> None:
-    async def run() -> None:
-        supervisor = EngineSupervisor(launch or LaunchFake(), watch=watch, module=module)
-        client = EngineClient(supervisor, byte_tokenizer)
-        await client.start()
-        pid = supervisor.pid
-        try:
-            async with asyncio.timeout(120):
-                if ready:
-                    await client.wait_ready()
-                    pid = supervisor.pid
-                await test(client, supervisor)
-        finally:
-            await client.close()
-            assert pid is None or not alive(pid)
-
-    with asyncio.Runner(loop_factory=LOOP.get()) as runner:
-        runner.run(run())
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until_gone(pid: int) -> None:
-    end = time.monotonic() + 30
-    while alive(pid):
-        assert time.monotonic() < end, "an orphan"
-        time.sleep(0.02)
-
-
-def memory(pid: int) -> int:
-    """Resident bytes."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-async def collect(client: EngineClient, wanted: EngineRequest) -> list[EngineOutput]:
-    return [output async for output in client.generate(wanted)]
-
-
-def text_of(outputs: list[EngineOutput]) -> str:
-    return "".join(output.text for output in outputs)
-
-
-async def idle(client: EngineClient) -> Snapshot:
-    """Wait until all blocks are back."""
-    while True:
-        snapshot = await client.stats()
-        counters = snapshot.counters
-        if not (counters.blocks_in_use or counters.running or counters.waiting):
-            assert counters.blocks_free + counters.blocks_cached == counters.blocks_total
-            return snapshot
 
 
 class TestServes:
@@ -487,62 +401,3 @@ class TestNoOrphans:
         assert server.returncode == 0
         assert int(text) == 4000  # what ran was let run
         wait_until_gone(engine)
-
-
-class TestHostileBytes:
-    """To the engine: it says what is wrong, ends, and leaves nothing behind."""
-
-    def talk(self, *pieces: bytes) -> tuple[int, list[FromEngine]]:
-        """Starts an engine's process and says this; its exit status and what it said."""
-        ours, theirs = socket.socketpair()
-        read_end, write_end = os.pipe()
-        process = subprocess.Popen(
-            [sys.executable, "-m", MISBEHAVING, str(theirs.fileno()), str(read_end)],
-            cwd=ROOT, pass_fds=(theirs.fileno(), read_end), start_new_session=True,
-        )  # fmt: skip
-        theirs.close()
-        os.close(read_end)
-        ours.settimeout(60)
-        try:
-            for piece in pieces:
-                ours.sendall(piece)
-            ours.shutdown(socket.SHUT_WR)
-            reader, messages = FrameReader(), []
-            while data := ours.recv(1 << 16):
-                messages += [decode_from_engine(part) for part in reader.feed(data)]
-            return process.wait(timeout=60), messages
-        finally:
-            process.kill()
-            process.wait()
-            ours.close()
-            os.close(write_end)
-
-    @pytest.mark.parametrize(
-        ("data", "names"),
-        [
-            (b"\xff\xff\xff\xff", "4294967295 bytes"),
-            (b"\0\0\0\3abc", "not a message"),
-            (b"\0\0\0\0", "not a message"),
-            (frame(encode(Ping(1)).replace(b"Ping", b"Pong")), "not a message"),
-            (frame(b"\x92\xa4Ping\xa1x"), "not a message"),
-            (frame(b"\x93\xa4Ping" * 10_000), "not a message"),
-            (frame(b"\x91" * 100_000), "not a message"),
-            (frame(encode(LaunchFake())), "runs already"),
-        ],
-    )
-    def test_what_is_no_message(self, data: bytes, names: str) -> None:
-        status, messages = self.talk(frame(encode(LaunchFake())), data)
-        assert status == 1
-        assert isinstance(messages[-1], Failed)
-        assert names in messages[-1].problem.message
-
-    @pytest.mark.parametrize("data", [b"", b"\0", b"\0\0\0\5ab"])
-    def test_what_is_cut_off(self, data: bytes) -> None:
-        status, messages = self.talk(frame(encode(LaunchFake())), data)
-        assert status == 0
-        assert not any(isinstance(message, Failed) for message in messages)
-
-    def test_something_else_first(self) -> None:
-        status, messages = self.talk(frame(encode(Ping(1))))
-        assert status == 1
-        assert isinstance(messages[-1], Failed)

@@ -231,7 +231,12 @@ class _Process(asyncio.Protocol):
             theirs.close()
             os.close(read_end)
         process = cls(popen, write_end, receive)
-        await asyncio.get_running_loop().create_unix_connection(lambda: process, sock=ours)
+        try:
+            await asyncio.get_running_loop().create_unix_connection(lambda: process, sock=ours)
+        except BaseException:  # cancelled, say: nobody would know of the process
+            process.kill("the server is ending")
+            ours.close()
+            raise
         process.send(frame(encode(launch)))
         return process
 

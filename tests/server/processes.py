@@ -88,6 +88,12 @@ def alive(pid: int) -> bool:
         return False
 
 
+def children() -> set[int]:
+    """Of this process, dead ones not waited for included."""
+    listed = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for path in listed for pid in path.read_text().split()}
+
+
 def wait_until_gone(pid: int) -> None:
     end = time.monotonic() + 30
     while alive(pid):

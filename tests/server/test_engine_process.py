@@ -14,7 +14,7 @@ import pytest
 from billfish.config import EngineConfig
 from billfish.errors import CapacityError, EngineDiedError, EngineUnavailableError
 from billfish.server.engine_client import EngineClient
-from billfish.server.fake_engine import ENDLESS
+from billfish.server.fake_engine import ENDLESS, byte_tokenizer
 from billfish.server.messages import (
     Launch,
     LaunchFake,
@@ -22,9 +22,12 @@ from billfish.server.messages import (
 from billfish.server.supervisor import EngineSupervisor, Watch, describe
 from tests.server.processes import (
     LOOP,
+    MISBEHAVING,
     NEEDS_PROC,
+    QUICK,
     ROOT,
     alive,
+    children,
     collect,
     idle,
     memory,
@@ -386,6 +389,21 @@ def small_server():
 
 
 class TestNoOrphans:
+    @pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 50])
+    def test_stopped_while_it_starts(self, turns: int) -> None:
+        async def run() -> None:
+            supervisor = EngineSupervisor(LaunchFake(), watch=QUICK, module=MISBEHAVING)
+            client = EngineClient(supervisor, byte_tokenizer)
+            await client.start()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await client.close()
+
+        before = children()
+        asyncio.run(run())
+        for pid in children() - before:
+            wait_until_gone(pid)
+
     @pytest.mark.parametrize("prompt", ["Hello", "!hang", "!spin"])
     def test_after_the_server_was_killed(self, small_server, prompt: str) -> None:
         server, engine = small_server(prompt)

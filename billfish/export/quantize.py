@@ -300,6 +300,7 @@ class _Run:
             if self.source.is_int4(layer):
                 raise CheckpointError(
                     self.source.weights.path,
-                    "is INT4 already; to quantize it anew, which loses more, set requantize",
+                    "is INT4 already; to quantize it anew, which loses more than from the "
+                    "original, ask for it (requantize, --requantize)",
                     tensor=f"{layer}.weight",
                 )

@@ -37,6 +37,10 @@ CASES: dict[str, tuple[int, Any, bool, dict[str, Any], Any]] = {
         32, None, True, writers.gptq_config(32, sym=False, desc_act=True),
         lambda m: writers.gptq(m, 1),
     ),
+    "gptq act-order, every layer its own": (
+        32, None, True, writers.gptq_config(32, sym=False, desc_act=True),
+        lambda m: writers.gptq(m, 1),
+    ),
     "gptq whole rows": (-1, 8, False, writers.gptq_config(-1), lambda m: writers.gptq(m, 1)),
     "awq": (32, None, False, writers.awq_config(32), writers.awq),
     "compressed-tensors": (
@@ -69,8 +73,9 @@ def write(path: Path, name: str) -> tuple[Path, Any]:
         if not layer.endswith("_proj") or value.dim() != 2:
             tensors[key] = value
             continue
-        # Layers of one input have one order of columns, as GPTQ gives them.
-        order = seed if layer.endswith(("o_proj", "down_proj")) else 0
+        # Layers of one input have one order of columns, as GPTQ gives them, or it is made so.
+        own = name.endswith("its own") or layer.endswith(("o_proj", "down_proj"))
+        order = seed if own else 0
         m = writers.matrix(
             *value.shape, group_size, seed=seed, zeros=zeros, act_order=act_order and order + 1
         )
@@ -103,7 +108,8 @@ def test_logits_and_tokens(name: str, tmp_path: Path) -> None:
     assert list(output.token_ids) == logits.argmax(-1)[len(TOKENS) - 1 : -1].tolist()
     # Nothing was made dense on the way, and what can be is merged.
     layers = [m for m in llm.executor.model.modules() if isinstance(m, QuantLinear)]
-    assert len(layers) == 4 * tiny_hf.COMMON["num_hidden_layers"]
+    each = 7 if name.endswith("its own") else 4
+    assert len(layers) == each * tiny_hf.COMMON["num_hidden_layers"]
     dense = [m for m in llm.executor.model.modules() if isinstance(m, Linear)]
     assert len(dense) == 1  # the head
 

@@ -180,6 +180,12 @@ class SchedulerConfig:
     max_model_len: longest sequence (prompt and output) in tokens; None takes the model's context.
     max_waiting: most requests queued, each sample counted; one more is refused.
 
+    reserve_tokens: set aside room for so many tokens for each request when it starts, as a cache
+    that keeps the KV of a request in one piece must do for the longest; to see what blocks are
+    worth. None takes blocks as they are needed. equal_chunks: a prompt is cut into pieces of
+    max_num_batched_tokens less max_num_seqs, whatever else a step computes; else it takes what the
+    others leave.
+
     preemption: what happens to a request that has to give its blocks to an older one. "recompute":
     they are lost, and its tokens are computed again when there is room. "swap": they are copied to
     host memory and back, as long as there are free `swap_blocks`. "auto": whichever costs less.
@@ -193,6 +199,8 @@ class SchedulerConfig:
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     max_waiting: int = 100_000
+    reserve_tokens: int | None = None
+    equal_chunks: bool = False
     preemption: Literal["auto", "recompute", "swap"] = "auto"
     swap_cost: float | None = None
 
@@ -202,6 +210,15 @@ class SchedulerConfig:
         _check_int("max_waiting", self.max_waiting, 1, 2**31 - 1)
         if self.max_model_len is not None:
             _check_int("max_model_len", self.max_model_len, 1, 2**31 - 1)
+        if not isinstance(self.equal_chunks, bool):
+            raise ConfigError(f"equal_chunks must be a bool, got {shown(self.equal_chunks)}")
+        if self.equal_chunks and self.budget <= self.seats:
+            raise ConfigError(
+                f"equal_chunks need a max_num_batched_tokens ({self.budget}) above max_num_seqs "
+                f"({self.seats})"
+            )
+        if self.reserve_tokens is not None:
+            _check_int("reserve_tokens", self.reserve_tokens, 1, 2**31 - 1)
         if self.preemption not in ("auto", "recompute", "swap"):
             raise ConfigError(
                 f'preemption must be "auto", "recompute" or "swap", got {shown(self.preemption)}'
@@ -265,6 +282,16 @@ class EngineConfig:
             raise ConfigError(f"cache must be a CacheConfig, got {shown(self.cache)}")
         if not isinstance(self.scheduler, SchedulerConfig):
             raise ConfigError(f"scheduler must be a SchedulerConfig, got {shown(self.scheduler)}")
+
+    def invariant(self) -> "EngineConfig":
+        """With all that batch_invariant takes: prompts cut alike, and computed as a whole, since
+        what is found is computed in other pieces. Only preemption by recomputing is left to change
+        bits; give swap_blocks."""
+        return replace(
+            self,
+            scheduler=replace(self.scheduler, equal_chunks=True),
+            cache=replace(self.cache, prefix_caching=False),
+        )
 
 
 def _check_cost(name: str, value: object) -> None:

@@ -106,6 +106,8 @@ class LLM:
         self.device = choose(device, torch_dtype)
         if self.device.type == "cuda":
             self.config = replace(self.config, scheduler=self.config.scheduler.on_gpu())
+        if batch_invariant:
+            self.config = self.config.invariant()
         options = LoadOptions(torch_dtype, self.device, quantize, progress)
         with open_model(self.config.model) as opened:
             self.model_config, self.tokenizer = opened.config, opened.tokenizer

@@ -63,6 +63,7 @@ def serve(options: argparse.Namespace, **scheduler: Any) -> Served:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=min(options.max_model_len, config.context_length),
+        reserve_tokens=options.reserve_tokens,
         **scheduler,
     )
     int4 = options.weights == "int4"
@@ -130,7 +131,9 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         rows.append({
             "model": options.model, "weights": options.weights, "kv_dtype": options.dtype,
             "impl": "billfish", "measure": measure, "batch": batch, "prompt": prompt,
-            "output": output, "value": round(value, 3), "spread": round(spread, 3),
+            "output": output, "reserve_tokens": options.reserve_tokens,
+            "num_blocks": served.started.num_blocks, "value": round(value, 3),
+            "spread": round(spread, 3),
         })  # fmt: skip
         print(f"{measure:14} batch {batch:4} prompt {prompt:5} {value:12.3f}  "
               f"spread {spread:.3f}", flush=True)  # fmt: skip
@@ -149,11 +152,13 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             values = [prefill(served, batch, prompt) for _ in range(options.rounds)]
             row("prefill_ms", batch, prompt, 1, values)
     if "throughput" in measures:
-        lengths = [tuple(pair) for pair in json.loads(Path(options.lengths).read_text())]
+        loaded = json.loads(Path(options.lengths).read_text())
+        loaded = loaded["lengths"] if isinstance(loaded, dict) else loaded
+        lengths = [(int(prompt), int(output)) for prompt, output in loaded]
         prompts, outputs = (sum(pair[i] for pair in lengths) for i in (0, 1))
         value = throughput(served, lengths)
         row("output_tok_s", len(lengths), prompts, outputs, [value])
-        print(served.engine.stats())
+        print(served.engine.stats(), flush=True)
     return rows
 
 
@@ -177,12 +182,15 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--device", default="auto")
     cli.add_argument("--measure", default="decode,prefill,throughput")
     cli.add_argument("--batches", default="1,8,32,64,128,256")
-    cli.add_argument("--lengths", help="JSON list of [prompt, output] of each request")
+    cli.add_argument("--lengths", help='JSON list of [prompt, output], perhaps as "lengths"')
     cli.add_argument("--rounds", type=int, default=3)
     cli.add_argument("--max-num-seqs", type=int, default=256)
     cli.add_argument("--max-num-batched-tokens", type=int, default=8192)
     cli.add_argument("--max-model-len", type=int, default=16384)
     cli.add_argument("--num-blocks", type=int)
+    cli.add_argument(
+        "--reserve-tokens", type=int, help="room set aside for each request, as without blocks"
+    )
     cli.add_argument("--eager", action="store_true", help="without graphs")
     cli.add_argument("--plain", action="store_true", help="without overlap")
     return cli

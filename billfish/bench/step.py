@@ -37,7 +37,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a part of the model must move and compute, at least, in one call."""
+    """What a part of the model must move and compute, at least, in a step."""
 
     bytes: float
     flops: float
@@ -71,7 +71,7 @@ def label(kernels: Sequence[Kernel], *, fused: bool) -> list[str]:
         elif "_gated_kernel" in name:
             place = "down"
             labels.append("gated activation")
-        elif "_sample_kernel" in name:
+        elif "_sample_kernel" in name or "_largest_kernel" in name:
             labels.append("sampling")
             place = "inputs"
         elif place == "attention" and not any(n in name for n in ("decode", "prefill", "attn")):
@@ -99,27 +99,32 @@ def exclusive(kernels: Sequence[Kernel]) -> list[float]:
 
 
 def costs(config: ModelConfig, batch: int, context: int, *, int4: bool) -> dict[str, Cost]:
-    """By part, of one call in a decode step with 16-bit activations and KV."""
+    """By part, of a decode step with 16-bit activations and KV."""
+    layers = config.num_layers
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     heads, kv_heads = config.num_heads * dim, config.num_kv_heads * dim
     weight = INT4_BYTES if int4 else 2.0
 
-    def product(n: int, k: int, each: float = weight, out: int | None = None) -> Cost:
-        return Cost(each * n * k + 2 * batch * (k + (out or n)), 2.0 * batch * n * k)
+    def product(n: int, k: int, out: int | None = None) -> Cost:
+        size = weight * n * k + 2 * batch * (k + (out or n))
+        return Cost(layers * size, 2.0 * layers * batch * n * k)
 
     elementwise = 2 * batch * hidden
     return {
-        "norm": Cost(4 * elementwise, 0),
+        "norm": Cost((2 * layers + 1) * 4 * elementwise, 0),
         "qkv": product(heads + 2 * kv_heads, hidden),
-        "rotate and write": Cost(4 * batch * (heads + 2 * kv_heads), 0),
+        "rotate and write": Cost(layers * 4 * batch * (heads + 2 * kv_heads), 0),
         "attention": Cost(
-            4 * batch * context * kv_heads + 4 * batch * heads, 4.0 * batch * context * heads
+            layers * 4 * batch * (context * kv_heads + heads),
+            4.0 * layers * batch * context * heads,
         ),
         "o": product(hidden, heads),
-        "gate_up": product(2 * inner, hidden, out=inner),
-        "gated activation": Cost(6 * batch * inner, 0),
+        "gate_up": product(2 * inner, hidden, inner if int4 else 2 * inner),
+        "gated activation": Cost(layers * 6 * batch * inner, 0),
         "down": product(hidden, inner),
-        "head": product(config.vocab_size, hidden, 2.0),
+        "head": Cost(
+            2 * config.vocab_size * (hidden + batch), 2.0 * batch * config.vocab_size * hidden
+        ),
         "sampling": Cost(2 * batch * config.vocab_size, 0),
     }
 
@@ -140,7 +145,7 @@ def table(
         row: dict[str, Any] = {"part": part.name, "calls": part.calls, "us": round(part.us, 2)}
         text = f"{part.name:18}{part.calls:7.1f}{part.us:10.1f}{part.us / wall_us:8.1%}"
         if part.cost is not None and part.us:
-            size, flops = part.calls * part.cost.bytes, part.calls * part.cost.flops
+            size, flops = part.cost.bytes, part.cost.flops
             floor = max(size / bandwidth, flops / rate) * 1e6
             row |= {"bytes": round(size), "flops": round(flops), "floor_us": round(floor, 2)}
             text += f"{size / 1e6:10.1f}{flops / 1e9:9.1f}{floor:10.1f}{floor / part.us:10.0%}"

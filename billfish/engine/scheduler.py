@@ -151,12 +151,15 @@ class Scheduler:
         step = _Draft(self.config.budget)
         # _make_room takes requests off the end of this list, never the current one or one before.
         for request in self.running:
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
+            num_tokens = self._share(request, step.budget)
             if not num_tokens or request.num_generated == request.max_tokens:
                 continue  # the last of its tokens is not computed, only waited for
             lacks = self.blocks.lacks(request, request.num_computed_tokens + num_tokens)
             if lacks:
+                wanted = num_tokens
                 num_tokens, lacks = self._make_room(request, num_tokens, step)
+                if num_tokens < wanted and self.config.equal_chunks:
+                    continue
             if num_tokens:
                 self._assign(request, num_tokens, lacks, step)
         if self.waiting:
@@ -182,6 +185,14 @@ class Scheduler:
             plan, step.computed, step.sampling, step.swapped,
             step.prefill_tokens, step.prefix_queries, step.prefix_hits,
         )  # fmt: skip
+
+    def _share(self, request: Request, budget: int) -> int:
+        """How many tokens of the request to compute in a step with this budget left."""
+        wanted = request.num_tokens - request.num_computed_tokens
+        if not self.config.equal_chunks:
+            return min(wanted, budget)
+        wanted = min(wanted, self.config.budget - self.config.seats)
+        return wanted if wanted <= budget else 0
 
     def _make_room(self, request: Request, num_tokens: int, step: _Draft) -> tuple[int, int]:
         """How many of these tokens the request can write, and how many blocks it takes for them,
@@ -227,7 +238,7 @@ class Scheduler:
                     break
                 self._start(request, now)
                 self._fork(source, request, step)
-            elif step.budget:
+            elif self._share(request, step.budget):
                 found = blocks.find(request)
                 spare -= blocks.cost(found, self._tokens_soon(request))
                 if spare < 0:
@@ -257,7 +268,7 @@ class Scheduler:
         if not record.preemptions:
             record.cached_tokens = request.num_found_tokens
         step.admitted.append(request.admission())
-        num_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
+        num_tokens = self._share(request, step.budget)
         lacks = self.blocks.lacks(request, request.num_computed_tokens + num_tokens)
         self._assign(request, num_tokens, lacks, step)
 
@@ -272,6 +283,8 @@ class Scheduler:
 
     def _tokens_soon(self, request: Request) -> int:
         """Its known tokens and as many new ones as a block holds, as far as it may go."""
+        if self.config.reserve_tokens is not None:
+            return max(self.config.reserve_tokens, request.max_kv_tokens)
         return min(request.num_tokens + self.blocks.pool.block_size, request.max_kv_tokens)
 
     def _lacks_soon(self, request: Request) -> int:

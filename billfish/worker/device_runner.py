@@ -24,10 +24,7 @@ from billfish.worker.logprobs import SLICE, PendingLogprobs
 from billfish.worker.model_runner import why_nothing_left
 from billfish.worker.sampler import NO_TOKEN, sample
 from billfish.worker.step_graphs import StepGraphs, ladder, mixed_ladder
-
-TYPICAL_KV_TOKENS = 2048
-"""KV tokens of a sequence that decode graphs are made for: attention of few and short sequences
-starts while the kernel ahead of it ends."""
+from billfish.worker.warm_up import TYPICAL_KV_TOKENS
 
 
 @dataclass(slots=True)
@@ -113,7 +110,8 @@ class DeviceRunner:
         self.batch = DeviceBatch(max_num_seqs, max_model_len, kv_cache.shape[3], device, grammars)
         self._last = DeviceStep(-1)
         self.rules = DeviceRules(self.batch.token_table)
-        self._plans = _attention_plans(model, kv_cache, max_num_seqs, batch_invariant)
+        self._make_plans = partial(_attention_plans, model, kv_cache, max_num_seqs, batch_invariant)
+        self._plans = self._make_plans()
         sizes = ladder(max_num_seqs) if graphs else []
         mixed_sizes = mixed_ladder(max_num_batched_tokens) if graphs else []
         self._inputs = step_inputs.allocate(
@@ -129,7 +127,9 @@ class DeviceRunner:
     def compile(self, max_num_batched_tokens: int) -> None:
         """Compile what takes long, several kernels at a time."""
         if self.device.type == "cuda":
-            jobs = warm_up.products(self.model, max_num_batched_tokens)
+            seqs, budget = self.batch.max_num_seqs, max_num_batched_tokens
+            jobs = warm_up.attention(self.model, self.kv_cache, self._make_plans, seqs, budget)
+            jobs += warm_up.products(self.model, budget) + warm_up.norms(self.model, budget)
             dtypes = (self.kv_cache.dtype, torch.float32)
             jobs += [partial(self._sample_nothing, d, g) for d in dtypes for g in (False, True)]
             warm_up.compile_all(jobs, self.device)

@@ -61,6 +61,8 @@ def start(setting: Setting, load: Load) -> Started:
         return model
 
     if setting.device.type == "cpu":
+        if setting.batch_invariant:
+            raise ConfigError("batch_invariant needs a GPU: attention on a CPU has no such form")
         return _start_on_cpu(setting, loaded)
     return _start_on_gpu(setting, loaded)
 

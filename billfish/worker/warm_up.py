@@ -8,13 +8,20 @@ code in Triton's cache.)
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from billfish.kernels.paged_attention import AttentionMetadata
+from billfish.kernels.paged_attention.metadata import PADDING_SLOT
 from billfish.layers.linear import QuantLinear
+from billfish.models.decoder import Attention, CausalLM
 
-THREADS = 8
+TYPICAL_KV_TOKENS = 2048
+"""KV tokens of a sequence that steps are prepared for: attention of few and short sequences starts
+while the kernel ahead of it ends."""
+THREADS = 12
 ROWS = (1, 16, 32, 64, 128, 256, 512, 2048, 8192)
 """Numbers of tokens for which products are compiled: one in each range that has a tiling."""
 
@@ -34,7 +41,7 @@ def compile_all(jobs: Sequence[Callable[[], object]], device: torch.device) -> N
             done.result()
 
 
-def products(model: nn.Module, max_tokens: int) -> list[Callable[[], object]]:
+def products(model: CausalLM, max_tokens: int) -> list[Callable[[], object]]:
     """A job for each INT4 product of the model and each range of tokens, up to max_tokens."""
     layers: dict[tuple[int, int, bool], QuantLinear] = {}
     for module in model.modules():
@@ -43,6 +50,64 @@ def products(model: nn.Module, max_tokens: int) -> list[Callable[[], object]]:
             layers.setdefault((weight.n, weight.k, weight.silu_mul), module)
     rows = sorted({min(count, max_tokens) for count in ROWS}, reverse=True)
     return [partial(_product, layer, count) for count in rows for layer in layers.values()]
+
+
+def norms(model: CausalLM, max_tokens: int) -> list[Callable[[], object]]:
+    """A job for each kind of launch of a norm and of a gated activation."""
+    norm: Any = model.norm
+    mlp: Any = model.layers[0].mlp
+    width, inner = model.config.hidden_size, 2 * model.config.intermediate_size
+
+    def zeros(rows: int, columns: int) -> Tensor:
+        return torch.zeros(rows, columns, dtype=norm.weight.dtype, device=norm.weight.device)
+
+    jobs: list[Callable[[], object]] = []
+    for rows in (1, max_tokens):
+        jobs.append(partial(norm, zeros(rows, width)))
+        jobs.append(partial(norm, zeros(rows, width), zeros(rows, width)))
+    if not mlp.activated:
+        jobs.append(partial(mlp.activation, zeros(1, inner)))
+    return jobs
+
+
+def attention(
+    model: CausalLM, kv_cache: Tensor, make_plans: Callable[[], list[Any]], max_num_seqs: int,
+    max_tokens: int,
+) -> list[Callable[[], object]]:  # fmt: skip
+    """A job for each kind of attention that layers have and each kind of step: few and many
+    requests that decode, short and long prompts. Each plans for itself, and writes no KV."""
+    all_layers: Any = model.layers
+    layers = {layer.attention.attention.sliding_window: layer.attention for layer in all_layers}
+    steps = [(1, 1), (max_num_seqs, 1), (1, min(256, max_tokens)), (1, min(4096, max_tokens))]
+    return [
+        partial(_attend, layer, kv_cache, make_plans, requests, tokens)
+        for layer in layers.values()
+        for requests, tokens in dict.fromkeys(steps)
+    ]
+
+
+def _attend(
+    layer: Attention, kv_cache: Tensor, make_plans: Callable[[], list[Any]], requests: int,
+    tokens: int,
+) -> None:  # fmt: skip
+    device, total = kv_cache.device, requests * tokens
+    ones = torch.ones(requests, dtype=torch.int32, device=device)
+    blocks = -(-tokens // kv_cache.shape[3])
+    metadata = AttentionMetadata(
+        block_table=torch.zeros(requests, blocks, dtype=torch.int32, device=device),
+        seq_lens=ones * tokens,
+        query_start=torch.arange(requests + 1, dtype=torch.int32, device=device) * tokens,
+        slot_mapping=torch.full((total,), PADDING_SLOT, device=device),
+        max_query_len=tokens,
+        max_seq_len=TYPICAL_KV_TOKENS,
+    )
+    for plan in make_plans():
+        metadata = plan.update(metadata)
+    heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+    qkv = torch.zeros(total, sum(heads), layer.head_dim, dtype=kv_cache.dtype, device=device)
+    query, key, value = qkv.split(heads, dim=1)
+    positions = torch.zeros(total, dtype=torch.int64, device=device)
+    layer.attention(query, key, value, positions, kv_cache[0], metadata)
 
 
 def _product(layer: QuantLinear, rows: int) -> Tensor:

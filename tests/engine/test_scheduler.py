@@ -254,3 +254,44 @@ def test_the_fake_worker_sees_a_wrong_block_table() -> None:
     with pytest.raises(AssertionError):
         worker.execute(StepPlan(0, admitted=plan.admitted, work=(first, shared)))
     assert second.new_block_ids != first.new_block_ids
+
+
+def test_room_set_aside_for_the_longest():
+    """As without blocks: only as many run as whole reservations fit, and none is preempted."""
+    outputs = []
+    for reserve in (None, 32):
+        engine, _ = make_engine(num_blocks=24, block_size=4, reserve_tokens=reserve)
+        for number in range(12):
+            engine.add_request(str(number), [1 + number] * 4, SamplingParams(max_tokens=6, seed=1))
+        engine.step()
+        assert engine.stats().running == (12 if reserve is None else 3)
+        outputs.append({name: output.token_ids for name, output in run(engine).items()})
+        if reserve is not None:
+            assert engine.stats().preemptions == 0
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("num_blocks", [200, 20])
+def test_equal_chunks(num_blocks):
+    """How a prompt is cut does not depend on who else is there."""
+    prompts = [(f"r{n}", [1 + n] * length) for n, length in enumerate((1, 30, 7, 17, 16, 23))]
+    params = SamplingParams(max_tokens=5, seed=1)
+    settings = {
+        "max_num_batched_tokens": 20, "max_num_seqs": 4, "block_size": 4, "equal_chunks": True,
+        "num_blocks": num_blocks, "prefix_caching": False,
+    }  # fmt: skip
+
+    def chunks(requests) -> dict[str, list[tuple[int, int]]]:
+        engine, worker = make_engine(**settings)
+        add_all(engine, [(name, prompt, params) for name, prompt in requests])
+        run(engine)
+        cut: dict[str, list[tuple[int, int]]] = {}
+        for work in (work for plan in worker.plans for work in plan.work):
+            if work.start < len(dict(prompts)[work.request_id]):
+                cut.setdefault(work.request_id, []).append((work.start, work.num_tokens))
+        return cut
+
+    together = chunks(prompts)
+    assert together["r1"] == [(0, 16), (16, 14)]
+    for request in prompts:
+        assert chunks([request])[request[0]] == together[request[0]][: len(together[request[0]])]

@@ -117,7 +117,7 @@ def served(
     dtype: torch.dtype = torch.bfloat16, **scheduler,
 ) -> Engine:  # fmt: skip
     scheduler = {"max_num_seqs": 8, "max_num_batched_tokens": 256} | scheduler
-    settings = SchedulerConfig(max_model_len=512, **scheduler)
+    settings = SchedulerConfig(max_model_len=512, equal_chunks=invariant, **scheduler)
     cache = CacheConfig(num_blocks=num_blocks, swap_blocks=swap_blocks)
     setting = Setting(
         config=config, dtype=dtype, device=device, cache=cache, scheduler=settings,
@@ -128,7 +128,7 @@ def served(
         started.executor, num_blocks=started.num_blocks, block_size=16,
         vocab_size=config.vocab_size, max_model_len=started.max_model_len, eos_token_ids=(0,),
         token_bytes=lambda token: b"t", scheduler=settings, swap_blocks=swap_blocks,
-        overlap=overlap and device.type == "cuda", seed=0,
+        overlap=overlap and device.type == "cuda", prefix_caching=not invariant, seed=0,
     )  # fmt: skip
 
 
@@ -212,8 +212,8 @@ def test_random_models_against_float32(kind: str, int4: bool) -> None:
     # Logits of random models spread over several units, of which bfloat16 keeps 8 bits.
     error = (gpu - exact).abs()
     print(f"\n{kind}: {error.mean():.4f} on average, {error.max():.4f} at most")
-    assert error.mean() < 0.05
-    assert error.max() < 0.6
+    assert error.mean() < 0.06
+    assert error.max() < 0.5
 
 
 @pytest.mark.parametrize("int4", [True, False], ids=["int4", "dense"])
@@ -229,16 +229,16 @@ def test_overlap_and_graphs_change_nothing(int4: bool) -> None:
 
 @pytest.mark.parametrize("int4", [True, False], ids=["int4", "dense"])
 def test_batch_mates_change_nothing_in_batch_invariant_mode(int4: bool) -> None:
-    """Alone, beside others, in another order, in small chunks: the same to the last bit."""
-    batch = requests(12, seed=3, repetition_penalty=1.0, logprobs=3)
-    engine = served(shape(), int4=int4, invariant=True)
+    """Alone, beside others, in another order: the same to the last bit."""
+    batch = requests(12, seed=3, logprobs=3)
+    engine = served(shape(), int4=int4, invariant=True, max_num_batched_tokens=64)
     want = outputs(engine, batch)
     for number, request in enumerate(batch):
         alone = outputs(engine, [request], [f"alone {number}"])
         assert alone[f"alone {number}/0"] == want[f"{number}/0"]
     names = [str(number) for number in range(len(batch))]
     order = random.Random(0).sample(range(len(batch)), len(batch))
-    other = served(shape(), int4=int4, invariant=True, max_num_seqs=3, max_num_batched_tokens=40)
+    other = served(shape(), int4=int4, invariant=True, max_num_seqs=3, max_num_batched_tokens=59)
     got = outputs(other, [batch[i] for i in order], [names[i] for i in order])
     assert got == want
 
@@ -249,25 +249,27 @@ def test_many_requests_leave_nothing(swap_blocks: int) -> None:
     whoever was not aborted gets what it is due."""
     rng = random.Random(4)
     engine = served(
-        shape(), num_blocks=60, swap_blocks=swap_blocks,
+        shape(), num_blocks=40, swap_blocks=swap_blocks,
         preemption="swap" if swap_blocks else "recompute", max_num_seqs=16,
     )  # fmt: skip
     memory = torch.cuda.memory_allocated()
     batch = requests(1000, seed=5)
     reasons: dict[str, int] = {}
+    most: dict[str, int | None] = {}
     added = 0
     while added < len(batch) or engine.has_unfinished:
         while added < len(batch) and engine.stats().waiting < 8:
             prompt, params = batch[added]
-            engine.add_request(str(added), prompt, replace(params, n=rng.choice((1, 1, 1, 3))))
+            params = replace(params, n=rng.choice((1, 1, 1, 3)), max_tokens=rng.randint(1, 120))
+            engine.add_request(str(added), prompt, params)
+            most[str(added)] = params.max_tokens
             added += 1
         for output in engine.step():
             if output.finished:
                 reason = output.finish_reason
                 reasons[reason] = reasons.get(reason, 0) + 1
                 if reason == "length":
-                    most = batch[int(output.request_id)][1].max_tokens
-                    assert output.num_output_tokens == most
+                    assert output.num_output_tokens == most[output.request_id]
             elif rng.random() < 0.003:
                 engine.abort(output.request_id)
     stats = engine.stats()

@@ -251,6 +251,8 @@ class EngineConfig:
     """All that `LLM` needs. `dtype` is that of activations and KV: float32, bfloat16 or float16.
 
     device: "auto" takes a GPU where one can be used; "cpu"; "cuda", or "cuda:1" for the second one.
+    head: "int8" or "int4" rounds the head of the model, where it is dense, to be read faster;
+    docs/gpu_engine.md says what that costs.
     batch_invariant: what a request gets does not depend, to the last bit, on the requests beside it
     in a step; it costs speed. quantize: "int4" rounds linear layers to it while they are loaded.
     """
@@ -259,6 +261,7 @@ class EngineConfig:
     dtype: str = "bfloat16"
     device: str = "auto"
     batch_invariant: bool = False
+    head: str | None = None
     quantize: str | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -274,6 +277,8 @@ class EngineConfig:
             raise ConfigError(
                 f'device must be "auto", "cpu", "cuda" or "cuda:0", got {shown(self.device)}'
             )
+        if self.head not in (None, "int8", "int4"):
+            raise ConfigError(f'head must be "int8", "int4" or None, got {shown(self.head)}')
         if not isinstance(self.batch_invariant, bool):
             raise ConfigError(f"batch_invariant must be a bool, got {shown(self.batch_invariant)}")
         if self.quantize not in (None, "int4"):

@@ -61,7 +61,8 @@ class LLM:
     Hub ("organization/model"), or "smollm2" for the demo model.
     dtype: of activations and KV cache: "bfloat16", "float32" or "float16".
     device: "auto" takes a GPU where one can be used; "cpu"; "cuda", or "cuda:1". batch_invariant:
-    what a request gets does not depend on the requests beside it; slower.
+    what a request gets does not depend on the requests beside it; slower. head: "int8" or "int4"
+    rounds a dense head, which reads less.
     quantize: "int4" rounds the linear layers that are not INT4 in the model's files, all but the
     head, to the nearest INT4 weights with a scale for each 128; what that costs is logged and in
     `rounding`. None keeps them.
@@ -85,6 +86,7 @@ class LLM:
         dtype: str = "bfloat16",
         device: str = "auto",
         batch_invariant: bool = False,
+        head: str | None = None,
         quantize: str | None = None,
         cache: CacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
@@ -98,6 +100,7 @@ class LLM:
             dtype=dtype,
             device=device,
             batch_invariant=batch_invariant,
+            head=head,
             quantize=quantize,
             cache=CacheConfig() if cache is None else cache,
             scheduler=SchedulerConfig() if scheduler is None else scheduler,
@@ -123,6 +126,7 @@ class LLM:
                 int4=opened.int4 or quantize is not None,
                 grammars=self.grammars,
                 batch_invariant=batch_invariant,
+                head=head,
             )
             started = start(setting, lambda max_len: opened.load(max_len, options))
         self.num_int4_layers, self.rounding = opened.num_int4_layers, opened.rounding

@@ -71,6 +71,7 @@ def serve(options: argparse.Namespace, **scheduler: Any) -> Served:
     setting = Setting(
         config=config, dtype=dtype, device=where, cache=cache, scheduler=settings,
         vocab_size=config.vocab_size, int4=int4, graphs=not options.eager,
+        head=options.head,
     )  # fmt: skip
     started = start(
         setting,
@@ -129,7 +130,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     def row(measure: str, batch: int, prompt: int, output: int, values: list[float]) -> None:
         value, spread = statistics.median(values), max(values) - min(values)
         rows.append({
-            "model": options.model, "weights": options.weights, "kv_dtype": options.dtype,
+            "model": options.model, "weights": options.weights, "head": options.head,
+            "kv_dtype": options.dtype,
             "impl": "billfish", "measure": measure, "batch": batch, "prompt": prompt,
             "output": output, "reserve_tokens": options.reserve_tokens,
             "num_blocks": served.started.num_blocks, "value": round(value, 3),
@@ -178,6 +180,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--out", help="JSON file to write")
     cli.add_argument("--model", default="llama-3-8b", help=", ".join(random_weights.SHAPES))
     cli.add_argument("--weights", default="int4", choices=("int4", "dense"))
+    cli.add_argument("--head", choices=("int8", "int4"), help="without: as activations")
     cli.add_argument("--dtype", default="bfloat16")
     cli.add_argument("--device", default="auto")
     cli.add_argument("--measure", default="decode,prefill,throughput")

@@ -111,6 +111,12 @@ def command(
             min=0.01, max=1.0, help="Share of a GPU's memory to use.", rich_help_panel=ENGINE
         ),
     ] = 0.92,
+    head: Annotated[
+        str | None,
+        typer.Option(
+            help="int8 or int4: round a dense head, to read less.", rich_help_panel=ENGINE
+        ),
+    ] = None,
     batch_invariant: Annotated[
         bool,
         typer.Option(
@@ -204,6 +210,7 @@ def command(
         quantize=quantize,
         device=device,
         batch_invariant=batch_invariant,
+        head=head,
         cache=CacheConfig(
             block_size=block_size,
             memory_bytes=None if kv_memory is None else int(kv_memory * 2**30),

@@ -178,6 +178,55 @@ class Linear(nn.Module):
         return f"in={k}, out={n}, dtype={self.weight.dtype}"
 
 
+class Int8Linear(nn.Module):
+    """y = x W^T with W in 8 bits, as the sum of two INT4 products: code = 16 high + low.
+
+    Codes are -136..119 and have a scale for each 128 columns. made from a dense layer by
+    `from_dense`.
+    """
+
+    def __init__(self, high: QuantLinear, low: QuantLinear) -> None:
+        super().__init__()
+        self.high, self.low = high, low
+
+    @classmethod
+    def from_dense(cls, weight: Tensor, group_size: int = 128) -> "Int8Linear":
+        """weight: [n, k], finite; rounded to the nearest."""
+        n, k = weight.shape
+        groups = -(-k // group_size)
+        padded = torch.nn.functional.pad(weight.float(), (0, groups * group_size - k))
+        blocks = padded.view(n, groups, group_size)
+        # Scales are rounded to the dtype first, so that codes make up for it.
+        scales = (blocks.abs().amax(dim=-1) / 119).to(weight.dtype).clamp_min(1e-6)
+        codes = (blocks / scales.float()[..., None]).round_().clamp_(-136, 119)
+        high = ((codes + 8) / 16).floor_()
+        low = codes - 16 * high
+
+        def part(values: Tensor, scale: Tensor) -> QuantLinear:
+            packed = marlin.pack(
+                (values + 8).to(torch.uint8).view(n, -1)[:, :k].contiguous(), scale,
+                group_size=group_size, dtype=weight.dtype,
+            )  # fmt: skip
+            return QuantLinear(packed)
+
+        return cls(part(high, 16 * scales), part(low, scales))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.low(x, self.high(x))
+
+
+def quantized_head(head: nn.Module, kind: str) -> nn.Module:
+    """A dense head in "int8" or "int4"; another kind of layer is kept."""
+    if not isinstance(head, Linear) or head.bias is not None:
+        return head
+    if kind == "int8":
+        return Int8Linear.from_dense(head.weight)
+    groups = round_to_nearest(head.weight, 32, symmetric=True)
+    return QuantLinear(
+        marlin.pack(groups.codes, groups.scales, group_size=32, dtype=head.weight.dtype)
+    )
+
+
 class MergedLinear(nn.Module):
     """Several linear layers of one input, their outputs side by side.
 

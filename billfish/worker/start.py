@@ -9,7 +9,7 @@ import torch
 
 from billfish.config import CacheConfig, ModelConfig, SchedulerConfig
 from billfish.errors import ConfigError
-from billfish.layers.linear import Linear, QuantLinear
+from billfish.layers.linear import Linear, QuantLinear, quantized_head
 from billfish.models.decoder import CausalLM
 from billfish.worker import kv_cache, memory_plan
 from billfish.worker.device_runner import DeviceRunner
@@ -37,6 +37,7 @@ class Setting:
     grammars: GrammarCompiler | None = None
     graphs: bool = True
     batch_invariant: bool = False
+    head: str | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ def start(setting: Setting, load: Load) -> Started:
 
     def loaded(max_model_len: int) -> CausalLM:
         model = load(max_model_len)
+        if setting.head is not None:
+            model.lm_head = quantized_head(model.lm_head, setting.head)
         for module in model.modules():
             if isinstance(module, Linear | QuantLinear):
                 module.batch_invariant = setting.batch_invariant

@@ -8,6 +8,7 @@ from torch import nn
 
 from billfish.errors import KernelArgumentError
 from billfish.kernels import marlin
+from billfish.layers.linear import Int8Linear, Linear, quantized_head
 from billfish.nn import QuantLinear, quantize_
 from billfish.quantization.int4 import round_to_nearest
 
@@ -180,3 +181,32 @@ def test_compiles_without_a_break() -> None:
         expected = model(x)
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [128, 200, 576])
+def test_an_8_bit_layer_from_two_int4_ones(dtype: torch.dtype, k: int) -> None:
+    """Off by at most half a step of 1 / 119 of the largest weight of its group, and rounding."""
+    rng = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, k, generator=rng).to(dtype)
+    layer = Int8Linear.from_dense(weight)
+    dequantized = layer.high.weight.dequantize(torch.float64)
+    dequantized += layer.low.weight.dequantize(torch.float64)
+    groups = torch.nn.functional.pad(weight.double(), (0, -k % 128)).view(48, -1, 128)
+    largest = groups.abs().amax(-1).repeat_interleave(128, dim=1)[:, :k]
+    slack = 0.52 if dtype == torch.float32 else 1.1  # the scale itself is rounded
+    assert ((dequantized - weight.double()).abs() <= slack * largest / 119).all()
+    x = torch.randn(3, k, generator=rng).to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    want = x.double() @ dequantized.T
+    error = (layer(x).double() - want).norm() / want.norm()
+    assert error < tolerance
+
+
+def test_only_a_dense_head_is_rounded() -> None:
+    dense = Linear(torch.randn(64, 128, generator=torch.Generator().manual_seed(0)))
+    assert isinstance(quantized_head(dense, "int8"), Int8Linear)
+    packed = quantized_head(dense, "int4")
+    assert isinstance(packed, QuantLinear)
+    assert packed.weight.group_size == 32
+    assert quantized_head(packed, "int8") is packed

@@ -198,8 +198,10 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
-        tables = {rope: rotary_table(rope, config.rotary_dim, max_len) for rope in ropes}
         self.embed_tokens = nn.Buffer(weights.tensor("model.embed_tokens.weight"))
+        # On the device from the beginning: moved later, each layer would get a copy of its own.
+        device = self.embed_tokens.device
+        tables = {rope: rotary_table(rope, config.rotary_dim, max_len).to(device) for rope in ropes}
         self.layers = nn.ModuleList(
             DecoderLayer(config, weights, index, None if layer.rope is None else tables[layer.rope])
             for index, layer in enumerate(config.layers)

@@ -5,6 +5,7 @@ start; most of a compilation runs outside the interpreter's lock. (Later starts 
 code in Triton's cache.)
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,6 +19,8 @@ from billfish.kernels.paged_attention.metadata import PADDING_SLOT
 from billfish.layers.linear import QuantLinear
 from billfish.models.decoder import Attention, CausalLM
 
+logger = logging.getLogger(__name__)
+
 TYPICAL_KV_TOKENS = 2048
 """KV tokens of a sequence that steps are prepared for: attention of few and short sequences starts
 while the kernel ahead of it ends."""
@@ -27,7 +30,10 @@ ROWS = (1, 16, 32, 64, 128, 256, 512, 2048, 8192)
 
 
 def compile_all(jobs: Sequence[Callable[[], object]], device: torch.device) -> None:
-    """Run jobs that launch kernels, each on a stream of its own, and wait for them."""
+    """Run jobs that launch kernels, each on a stream of its own, and wait for them.
+
+    One that fails is logged: what it was to compile is compiled when it is needed.
+    """
 
     def run(job: Callable[[], object]) -> None:
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
@@ -38,7 +44,8 @@ def compile_all(jobs: Sequence[Callable[[], object]], device: torch.device) -> N
     torch.cuda.synchronize(device)
     with ThreadPoolExecutor(THREADS) as pool:
         for done in [pool.submit(run, job) for job in jobs]:
-            done.result()
+            if (error := done.exception()) is not None:
+                logger.warning("a kernel was not compiled ahead: %s", error)
 
 
 def products(model: CausalLM, max_tokens: int) -> list[Callable[[], object]]:

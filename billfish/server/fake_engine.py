@@ -349,7 +349,14 @@ class _LocalBackend:
     def ready(self) -> None:
         self.receive(Ready(self._model))
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run())
+            self._loop = asyncio.get_running_loop()
+            self._host.wake = self._wake_soon
+            self._task = self._loop.create_task(self._run())
+
+    def _wake_soon(self) -> None:
+        """Called by a thread that has compiled a grammar."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._wake.set)
 
     def die(self, reason: str) -> None:
         self._host.abort_all()

@@ -22,7 +22,11 @@ NETWORK, ENGINE, LIMITS = "Network", "Engine", "Limits"
 
 def command(
     model: Annotated[
-        str, typer.Argument(help="The model to serve.", envvar="BILLFISH_MODEL")
+        str,
+        typer.Argument(
+            help="A .gguf file, a Hugging Face directory or repository, or smollm2 (the demo).",
+            envvar="BILLFISH_MODEL",
+        ),
     ] = DEMO_MODEL,
     host: Annotated[
         str,
@@ -96,34 +100,30 @@ def command(
             help="auto (a GPU where there is one), cpu, cuda or cuda:1.", rich_help_panel=ENGINE
         ),
     ] = "auto",
+    head: Annotated[
+        str | None,
+        typer.Option(help="int8 or int4: round a dense head too.", rich_help_panel=ENGINE),
+    ] = None,
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="Answers do not depend on the requests beside them; slower.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = False,
     kv_memory: Annotated[
         float | None,
         typer.Option(
             min=1e-9,
             max=2**20,
+            help="GiB for the KV cache; without: 1 on a CPU, on a GPU what --gpu-memory leaves.",
             rich_help_panel=ENGINE,
-            help="GiB for the KV cache; without: 1 on a CPU, most of what is free on a GPU.",
         ),
     ] = None,
     gpu_memory: Annotated[
-        float,
-        typer.Option(
-            min=0.01, max=1.0, help="Share of a GPU's memory to use.", rich_help_panel=ENGINE
-        ),
+        float, typer.Option(help="Share of a GPU's memory to use.", rich_help_panel=ENGINE)
     ] = 0.92,
-    head: Annotated[
-        str | None,
-        typer.Option(
-            help="int8 or int4: round a dense head, to read less.", rich_help_panel=ENGINE
-        ),
-    ] = None,
-    batch_invariant: Annotated[
-        bool,
-        typer.Option(
-            help="Answers do not depend on the requests beside them; slower.",
-            rich_help_panel=ENGINE,
-        ),
-    ] = False,
     block_size: Annotated[
         int, typer.Option(help="Tokens of a KV block.", rich_help_panel=ENGINE)
     ] = 16,
@@ -158,6 +158,12 @@ def command(
             rich_help_panel=ENGINE,
         ),
     ] = None,
+    preemption: Annotated[
+        Literal["auto", "recompute", "swap"],
+        typer.Option(
+            help="What becomes of requests that lose their KV blocks.", rich_help_panel=ENGINE
+        ),
+    ] = "auto",
     seed: Annotated[
         int | None,
         typer.Option(help="Draws the seeds of requests that bring none.", rich_help_panel=ENGINE),
@@ -223,6 +229,7 @@ def command(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             max_waiting=max_waiting,
+            preemption=preemption,
         ),
     )
     _serve(settings, engine, seed, log_level)

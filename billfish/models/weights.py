@@ -18,7 +18,7 @@ Progress = Callable[[int, int], None]
 
 GROUP_SIZE = 128
 """Columns of a group where weights are rounded while they are loaded."""
-_ROUNDED_AT_ONCE = 1 << 22  # elements
+_ROUNDED_AT_ONCE = 1 << 19  # elements, each of which takes some 40 bytes for a moment
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,7 +175,8 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 def _token_bytes(decoder: dict[str, Any], file: str) -> Any:
     """What a token adds to the text."""
     kinds = {step.get("type") for step in _steps(decoder)}
-    if kinds == {"ByteLevel"}:
+    # Conversions leave the others in, which find nothing to do in a vocabulary of that alphabet.
+    if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Replace", "ByteFallback", "Fuse"}:
         return alphabet_bytes
     known = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
     replaced = [s.get("pattern") for s in _steps(decoder) if s.get("type") == "Replace"]

@@ -1,9 +1,13 @@
 """The whole path, from text to text, against transformers on the same file."""
 
+import json
+import os
+
 import pytest
 import torch
 
 from billfish import LLM, SamplingParams
+from billfish.config import CacheConfig
 from billfish.kernels.paged_attention import AttentionMetadata
 from tests.e2e.prompts import PROMPTS
 
@@ -59,6 +63,32 @@ def test_greedy_continuations_are_the_oracles(llm: LLM, oracle, record_property)
     record_property("near_ties", near_ties)
     print(f"{len(near_ties)} of {64 * len(PROMPTS)} tokens differ from the oracle's: {near_ties}")
     assert all(gap < 1e-3 for _, _, gap in near_ties), near_ties
+
+
+def test_written_as_safetensors_it_gives_the_same_tokens(llm: LLM, oracle, tmp_path) -> None:
+    """The same model, every INT4 weight written out in float32, with the tokenizer that
+    transformers makes of the GGUF file."""
+    from safetensors.torch import save_file
+    from transformers import AutoTokenizer
+
+    tensors = {k: v.contiguous() for k, v in oracle.state_dict().items() if k != "lm_head.weight"}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = oracle.config.to_dict()
+    config.pop("quantization_config")  # which says that it was a GGUF file
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    source = llm.config.model
+    tokenizer = AutoTokenizer.from_pretrained(
+        os.path.dirname(source), gguf_file=os.path.basename(source)
+    )
+    tokenizer.save_pretrained(tmp_path)
+    dense = LLM(str(tmp_path), dtype="float32", cache=CacheConfig(num_blocks=256))
+    prompts = list(PROMPTS[::16])
+    for prompt in PROMPTS:
+        assert dense.tokenizer.encode(prompt) == llm.tokenizer.encode(prompt)
+    assert dense.num_int4_layers == 0
+    greedy = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    expected = [output.token_ids for output in llm.generate(prompts, greedy)]
+    assert [output.token_ids for output in dense.generate(prompts, greedy)] == expected
 
 
 def test_bfloat16_stays_close(llm_bf16: LLM, oracle, record_property) -> None:

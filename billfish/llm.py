@@ -213,6 +213,15 @@ class LLM:
         requests = self._requests(self._conversation_ids(conversations), params)
         return self._stream(requests, cache_salt, cancelled)
 
+    def sleep(self) -> None:
+        """Give a GPU's memory back until `wake`: weights wait in host memory, what the prefix cache
+        held is lost. InvalidRequestError while requests are unfinished, ConfigError on a CPU."""
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """Serve again after `sleep`, with the same answers."""
+        self.engine.wake()
+
     def stats(self) -> EngineStats:
         """The engine's counters since it started."""
         return self.engine.stats()

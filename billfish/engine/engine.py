@@ -5,6 +5,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import cast
 
 from billfish.config import SchedulerConfig
 from billfish.engine.block_manager import BlockManager
@@ -20,7 +21,14 @@ from billfish.engine.outputs import (
     RequestRecord,
     StepRecord,
 )
-from billfish.engine.plan import NOT_FINITE, Executor, PendingStep, StepPlan, StepResult
+from billfish.engine.plan import (
+    NOT_FINITE,
+    Executor,
+    PendingStep,
+    SleepingExecutor,
+    StepPlan,
+    StepResult,
+)
 from billfish.engine.prefix_cache import PrefixCache
 from billfish.engine.request import SEPARATOR, Request, sample_seed
 from billfish.engine.request_checks import (
@@ -129,6 +137,8 @@ class Engine:
         self._undelivered: list[RequestOutput] = []
         self._submit = executor.submit if overlap else None  # type: ignore[attr-defined]
         self._in_flight: deque[_InFlight] = deque()
+        self._asleep = False
+        self._step_seconds = self._wait_seconds = 0.0
         self._steps = 0
         self._checked_at = 0
         self._blocks_peak = 0
@@ -187,6 +197,8 @@ class Engine:
         requests wait already.
         """
         self._check_request_id(request_id)
+        if self._asleep:
+            raise InvalidRequestError("request_id", "the engine sleeps: wake it first")
         check_cache_salt(cache_salt)
         check_priority(priority)
         if not isinstance(params, SamplingParams):
@@ -276,7 +288,27 @@ class Engine:
             self._fail(outputs)
             raise
         self._check_if_idle()
+        self._step_seconds += self._clock() - began
         return outputs
+
+    def sleep(self) -> None:
+        """Give the executor's memory back, until `wake`. Prompts are found no more.
+
+        InvalidRequestError where requests are unfinished; ConfigError where the executor cannot.
+        """
+        if self.has_unfinished:
+            raise InvalidRequestError("sleep", "requests are unfinished: end or abort them first")
+        if not self._asleep:
+            cast(SleepingExecutor, self._executor).sleep()
+            self._asleep = True
+            if self._prefix_cache is not None:
+                self._prefix_cache.clear()
+
+    def wake(self) -> None:
+        """Take the memory again that `sleep` gave back. No harm where the engine is awake."""
+        if self._asleep:
+            cast(SleepingExecutor, self._executor).wake()
+            self._asleep = False
 
     def _start(self, scheduled: ScheduledStep, began: float) -> None:
         """Submit a step; the plain loop computes it when it is finished."""
@@ -289,7 +321,9 @@ class Engine:
         step = self._in_flight[0]
         scheduled, plan = step.scheduled, step.scheduled.plan
         pending, step.pending = step.pending, None
+        asked = self._clock()
         result = pending.result() if pending else self._executor.execute(plan)
+        self._wait_seconds += self._clock() - asked
         self._check_result(plan, result)
         self._take_logprobs(scheduled, result)
         self._count_step()
@@ -329,6 +363,8 @@ class Engine:
             host_blocks_total=host.num_blocks if host else 0,
             host_blocks_in_use=host.in_use if host else 0,
             finished=dict(self._finished),
+            step_seconds=self._step_seconds,
+            wait_seconds=self._wait_seconds,
         )
 
     def block_map(self) -> BlockMap:

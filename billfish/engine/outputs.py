@@ -192,6 +192,9 @@ class EngineStats:
         preemption, and how many of them the prefix cache held. evictions: cached blocks that were
         needed for something else.
     forks: samples that began on the blocks of another one. block_copies: copies on write.
+    step_seconds: spent in steps. wait_seconds: of these, waiting for the executor; with overlap,
+        what is left is planning and text, during which a GPU computes. Where waiting is a small
+        part, the GPU waits for the CPU.
     preemptions: blocks taken away from a request, swaps among them. blocks_swapped_out,
         blocks_swapped_in: copies to and from host memory. host_blocks_total, host_blocks_in_use:
         places for them, now.
@@ -224,6 +227,8 @@ class EngineStats:
     host_blocks_total: int
     host_blocks_in_use: int
     finished: Mapping[FinishReason, int]
+    step_seconds: float = 0.0
+    wait_seconds: float = 0.0
 
     @property
     def kv_waste(self) -> float:

@@ -154,3 +154,11 @@ class OverlappingExecutor(Executor, Protocol):
     """
 
     def submit(self, plan: StepPlan) -> PendingStep: ...
+
+
+class SleepingExecutor(Executor, Protocol):
+    """An executor that can give its memory back while it knows no sequence, and take it again."""
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...

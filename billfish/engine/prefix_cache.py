@@ -110,6 +110,11 @@ class PrefixCache:
             if (block := self._by_digest.get(digest)) is not None:
                 self._forget(block)
 
+    def clear(self) -> None:
+        """Find nothing any more."""
+        for block in list(self._by_digest.values()):
+            self._forget(block)
+
     def count(self, num_tokens: int, num_found: int) -> None:
         """Note that a request has started with so many tokens, and how many of them were here."""
         self.queries += num_tokens

@@ -154,6 +154,10 @@ class ServerMetrics(Collector):
         yield self._counter("prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits)
         yield self._counter("num_preemptions", "Samples that lost their blocks.", stats.preemptions)
         yield self._counter("engine_steps", "Steps of the engine.", stats.steps)
+        yield self._counter("engine_step_seconds", "Time spent in steps.", stats.step_seconds)
+        yield self._counter(
+            "engine_wait_seconds", "Of that, waiting for the model.", stats.wait_seconds
+        )
 
     def _gauge(self, name: str, documentation: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, documentation, labels=["model_name"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from billfish.engine.logprobs import PromptLogprobs
-from billfish.engine.plan import NOT_FINITE, StepPlan, StepResult
+from billfish.engine.plan import NOT_FINITE, NULL_BLOCK, StepPlan, StepResult
 from billfish.kernels.paged_attention import AttentionMetadata
 from billfish.kernels.paged_attention.metadata import PADDING_SLOT
 from billfish.models.decoder import CausalLM
@@ -22,6 +22,7 @@ from billfish.worker.input_batch import Row
 from billfish.worker.kv_cache import move_blocks
 from billfish.worker.logprobs import SLICE, PendingLogprobs
 from billfish.worker.model_runner import why_nothing_left
+from billfish.worker.parking import ParkedWeights, park, unpark
 from billfish.worker.sampler import NO_TOKEN, sample
 from billfish.worker.step_graphs import StepGraphs, ladder, mixed_ladder
 from billfish.worker.warm_up import TYPICAL_KV_TOKENS
@@ -109,6 +110,8 @@ class DeviceRunner:
         self.device = device = kv_cache.device
         self.batch = DeviceBatch(max_num_seqs, max_model_len, kv_cache.shape[3], device, grammars)
         self._last = DeviceStep(-1)
+        self._parked: ParkedWeights | None = None
+        self._cache_shape: tuple[int, ...] = ()
         self.rules = DeviceRules(self.batch.token_table)
         self._make_plans = partial(_attention_plans, model, kv_cache, max_num_seqs, batch_invariant)
         self._plans = self._make_plans()
@@ -181,6 +184,33 @@ class DeviceRunner:
         logits.float().softmax(dim=-1, dtype=torch.float64)
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
+
+    def sleep(self) -> None:
+        """Give the memory of weights, KV cache and graphs back; the weights wait in host memory.
+
+        No sequence may be known. What the KV cache held is lost.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._decode_graphs.release()
+        self._mixed_graphs.release()
+        self._parked = park(self.model, self.device)
+        self._cache_shape = tuple(self.kv_cache.shape)
+        self.kv_cache = self.kv_cache.new_empty(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Bring back what `sleep` gave away, and capture the graphs again."""
+        if self._parked is None:
+            return
+        unpark(self._parked)
+        self._parked = None
+        self.kv_cache = torch.empty(
+            self._cache_shape, dtype=self.kv_cache.dtype, device=self.device
+        )
+        self.kv_cache[:, :, NULL_BLOCK] = 0
+        self.capture()
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.submit(plan).result()

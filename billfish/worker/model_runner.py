@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from billfish.engine.plan import NOT_FINITE, StepPlan, StepResult
+from billfish.errors import ConfigError
 from billfish.models.decoder import CausalLM
 from billfish.worker.grammar import DEAD_END, GrammarCompiler
 from billfish.worker.input_batch import InputBatch, Row
@@ -59,6 +60,12 @@ class ModelRunner:
             logits = self.model.logits(hidden[inputs.sample_index])[:, : self.vocab_size].float()
             self._sample(logits, inputs.sampled, result)
         return result
+
+    def sleep(self) -> None:
+        raise ConfigError("sleep gives the memory of a GPU back, and this model runs on a CPU")
+
+    def wake(self) -> None:
+        """Never asleep."""
 
     def _sample(self, logits: Tensor, request_ids: tuple[str, ...], result: StepResult) -> None:
         """Choose the next token of each request from the model's logits [S, vocab_size]."""

@@ -58,6 +58,10 @@ class StepGraphs:
             self._graphs[size] = (graph, result)
         torch.cuda.current_stream(self._device).wait_stream(stream)
 
+    def release(self) -> None:
+        """Give up the graphs, and the memory of the pool with the last of them."""
+        self._graphs.clear()
+
     def replay(self, count: int) -> Tensor:
         """The result [count, ...] of a step of `count` rows, valid until the next call."""
         size = self._sizes[bisect_left(self._sizes, count)]

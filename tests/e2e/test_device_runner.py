@@ -5,6 +5,7 @@ padded decode steps, rules and samples in batches, results that come later.
 """
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from billfish.config import CacheConfig, SchedulerConfig
 from billfish.engine import Engine, RequestOutput
 from billfish.engine.plan import Admission, Fork, StepPlan, Work
+from billfish.errors import ConfigError, InvalidRequestError
 from billfish.kernels.paged_attention.metadata import PADDING_SLOT
 from billfish.models import random_weights
 from billfish.sampling_params import SamplingParams
@@ -22,6 +24,7 @@ from billfish.worker.device_rules import DeviceRules
 from billfish.worker.device_runner import DeviceRunner
 from billfish.worker.input_batch import InputBatch
 from billfish.worker.logits_processor import LogitsProcessor
+from billfish.worker.parking import park, unpark
 
 CONFIG = random_weights.SHAPES["tiny"]
 VOCAB = CONFIG.vocab_size
@@ -251,3 +254,51 @@ def test_rules_are_those_of_the_host():
                 logits, [row for _, row in step.sampled], device.header.sample_positions[:SEATS]
             )
             torch.testing.assert_close(got, want, equal_nan=True, rtol=0, atol=0)
+
+
+def test_sleep_and_wake():
+    """The same outputs before and after; nothing is served, and nothing kept, in between."""
+    network.cache_clear()  # no other test's model is put away
+    served = engine("overlap")
+    runner = served._executor
+    requests = some_requests(6, seed=9)
+    want = outputs_of(served, requests)
+    weights = [tensor.data_ptr() for tensor in runner.model.buffers()]
+    served.sleep()
+    served.sleep()
+    assert runner.kv_cache.numel() == 0
+    assert sum(tensor.numel() for tensor in runner.model.buffers()) == 0
+    with pytest.raises(InvalidRequestError, match="sleeps"):
+        served.add_request("x", [1], SamplingParams())
+    assert served.stats().blocks_cached == 0
+    served.wake()
+    served.wake()
+    assert [tensor.data_ptr() for tensor in runner.model.buffers()] != weights
+    assert runner.model.embed_tokens.shape == (VOCAB, CONFIG.hidden_size)
+    got = outputs_of(served, requests)
+    for key, output in want.items():
+        assert_same(output, got[key])
+    served.add_request("y", [1, 2], SamplingParams(max_tokens=9))
+    with pytest.raises(InvalidRequestError, match="unfinished"):
+        served.sleep()
+    served.abort("y")
+    while served.has_unfinished:
+        served.step()
+    with pytest.raises(ConfigError, match="CPU"):
+        engine("cpu").sleep()
+
+
+def test_int4_layers_and_tied_weights_are_parked_once():
+    config = replace(CONFIG, tie_embeddings=True)
+    model = random_weights.load_model(
+        config, dtype=torch.bfloat16, device="cpu", max_len=LENGTH, int4=True
+    )
+    x = torch.randn(3, config.hidden_size, dtype=torch.bfloat16)
+    before = model.layers[0].mlp(x)
+    parked = park(model, torch.device("cpu"))
+    assert model.lm_head.weight.numel() == model.layers[0].mlp.down_proj.weight.nbytes == 0
+    unpark(parked)
+    assert torch.equal(model.layers[0].mlp(x), before)
+    assert model.lm_head.weight.data_ptr() == model.embed_tokens.data_ptr()
+    angles = {layer.attention.attention.cos_sin.data_ptr() for layer in model.layers}
+    assert len(angles) == 1

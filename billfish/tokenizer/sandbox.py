@@ -2,14 +2,13 @@
 
 Jinja's ImmutableSandboxedEnvironment keeps a template away from Python's internals and from
 changing its arguments. It does not keep it from running or growing without end, so this one also
-measures: loops, calls and the size of what is made count against a budget of steps, and every
-value that a template makes is held to a size when it is made. Operations whose size cannot be
+measures: loops, calls and the size of what is read and made count against a budget of steps, and
+every value that a template makes is held to a size when it is made. Operations whose size cannot be
 known beforehand (formatting, padding, powers) are not offered; chat templates have no use for them.
 """
 
 import functools
 import json
-import time
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Sequence, ValuesView
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,8 +26,7 @@ from jinja2.visitor import NodeTransformer
 
 MAX_TEXT = 1 << 24  # characters of any string
 MAX_ITEMS = 100_000  # elements of any list, nested ones counted each time they appear
-MAX_STEPS = 200_000  # of one rendering: a loop iteration, an operation, 1,024 characters made
-MAX_SECONDS = 5.0  # of processor time of one rendering, for what steps do not see
+MAX_STEPS = 200_000  # of one rendering: an iteration, an operation, 1,024 characters in or out
 
 _FILTERS = (
     "abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float",
@@ -53,15 +51,7 @@ _METHODS: dict[type, frozenset[str]] = {
 }
 
 
-class _Budget:
-    """What is left of one rendering's steps and time."""
-
-    def __init__(self) -> None:
-        self.steps = MAX_STEPS
-        self.deadline = time.thread_time() + MAX_SECONDS
-
-
-_budget: ContextVar[_Budget] = ContextVar("budget")
+_steps_left: ContextVar[int] = ContextVar("steps_left")
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -80,6 +70,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             # Folding constants would run parts of the template at load. Where Jinja folds all the
             # same, it meets a measure, which fails outside of `rendering`, and leaves it be.
             optimized=False,
+            finalize=_shown,
             extensions=[LoopControlExtension, _GenerationExtension],
         )
         offered = {name: _measuring(self.filters[name]) for name in _FILTERS}
@@ -126,6 +117,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         _spend(1)
+        for value in (getattr(function, "__self__", None), *args, *kwargs.values()):
+            measured(value)
         result = super().call(context, function, *args, **kwargs)
         # A view shows its dictionary anew each time it is printed, so it cannot be measured.
         views = (KeysView, ValuesView, ItemsView)
@@ -134,16 +127,16 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 @contextmanager
 def rendering() -> Iterator[None]:
-    """Give one rendering, in this thread, its steps and its time."""
-    token = _budget.set(_Budget())
+    """Give one rendering, in this thread, its steps."""
+    token = _steps_left.set(MAX_STEPS)
     try:
         yield
     finally:
-        _budget.reset(token)
+        _steps_left.reset(token)
 
 
 def measured(value: Any) -> Any:
-    """`value`, unless it is larger than a template may make: then SecurityError."""
+    """`value`, paid for; SecurityError where it is larger than a template may make."""
     if isinstance(value, str):
         _spend(len(value) >> 10)
         if len(value) > MAX_TEXT:
@@ -166,15 +159,15 @@ def measured(value: Any) -> Any:
             # What is pending counts already: a list that holds itself many times grows here.
             if items + len(pending) > MAX_ITEMS or characters > MAX_TEXT:
                 raise SecurityError(f"the template made a list of more than {MAX_ITEMS} elements")
-        _spend((items >> 5) + (characters >> 10))
+        _spend((items >> 4) + (characters >> 10))
     return value
 
 
 def _spend(steps: int) -> None:
-    budget = _budget.get()
-    budget.steps -= steps
-    if budget.steps < 0 or time.thread_time() > budget.deadline:
-        raise SecurityError(f"the template takes more than {MAX_STEPS} steps or {MAX_SECONDS} s")
+    left = _steps_left.get() - steps
+    _steps_left.set(left)
+    if left < 0:
+        raise SecurityError(f"the template takes more than {MAX_STEPS} steps")
 
 
 def _step(value: Any) -> Any:
@@ -186,6 +179,8 @@ def _measuring(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)  # keeps the mark that says whether Jinja passes its context
     def measuring(*args: Any, **kwargs: Any) -> Any:
         _spend(1)
+        for value in (*args, *kwargs.values()):
+            measured(value)
         return measured(function(*args, **kwargs))
 
     return measuring
@@ -207,6 +202,11 @@ def _check_product(left: Any, right: Any) -> None:
             limit = MAX_TEXT if isinstance(value, str) else MAX_ITEMS
             if len(value) * count > limit:
                 raise SecurityError("the template repeats a value too often")
+
+
+def _shown(value: Any) -> str:
+    """What an expression prints, which blocks and macros gather before it is joined."""
+    return measured(_text(value))
 
 
 def _text(value: Any) -> str:
@@ -283,7 +283,14 @@ class _Instrument(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Expr:
         self.generic_visit(node)
+        node.expr = _filter(node.expr, "_measured")
+        for operand in node.ops:
+            operand.expr = _filter(operand.expr, "_measured")
         return _filter(node, "_step")
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
+        self.generic_visit(node)
+        return _filter(node, "_measured") if isinstance(node.arg, nodes.Slice) else node
 
     def visit_List(self, node: nodes.List) -> nodes.Expr:
         self.generic_visit(node)

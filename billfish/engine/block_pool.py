@@ -8,8 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from billfish.engine.plan import NULL_BLOCK
 from billfish.errors import ConfigError, InvariantError
 
-MAX_MAPPED = 2**15 - 1
-"""Requests that a map of the blocks tells apart."""
+MAX_GROUPS = 2**16 - 2
+"""Groups of blocks, by their holders, that a map of the blocks tells apart."""
+MAX_HOLDERS = 256
+"""Holders of a block that it names."""
+
+Group = tuple[int, tuple[int, ...]]
+"""A reference count, and indexes of block tables."""
 
 
 def _ignore(block_id: int) -> None:
@@ -139,18 +144,28 @@ class BlockPool:
             del self._cached[block_id]
             self._free.append(block_id)
 
-    def map(self, block_tables: Sequence[Sequence[int]]) -> bytes:
-        """The codes of a BlockMap, whose requests hold these tables."""
+    def map(self, block_tables: Sequence[Sequence[int]]) -> tuple[bytes, tuple[Group, ...]]:
+        """The codes and groups of a BlockMap, whose requests hold these tables."""
         codes = array("H", bytes(2 * (self.num_blocks + 1)))
         for block_id in self._cached:
             codes[block_id] = 1
+        groups: dict[Group, int] = {}
+        shared: dict[int, list[int]] = {}
         for index, table in enumerate(block_tables):
-            code = 2 + 2 * min(index, MAX_MAPPED - 1)
+            own = None  # most blocks are held once, and have one group a table
             for block_id in table:
-                codes[block_id] = code + (self.ref_counts[block_id] > 1)
+                if self.ref_counts[block_id] > 1:
+                    shared.setdefault(block_id, []).append(index)
+                    continue
+                if own is None:
+                    own = groups.setdefault((1, (index,)), len(groups))
+                codes[block_id] = 2 + min(own, MAX_GROUPS - 1)
+        for block_id, holders in shared.items():
+            group = (self.ref_counts[block_id], tuple(holders[:MAX_HOLDERS]))
+            codes[block_id] = 2 + min(groups.setdefault(group, len(groups)), MAX_GROUPS - 1)
         if sys.byteorder == "big":
             codes.byteswap()
-        return codes[1:].tobytes()
+        return codes[1:].tobytes(), tuple(groups)[:MAX_GROUPS]
 
     def _check_own(self, block_id: int) -> None:
         if not NULL_BLOCK < block_id <= self.num_blocks:

@@ -9,7 +9,7 @@ from typing import cast
 
 from billfish.config import SchedulerConfig
 from billfish.engine.block_manager import BlockManager
-from billfish.engine.block_pool import MAX_MAPPED, BlockPool
+from billfish.engine.block_pool import BlockPool
 from billfish.engine.detokenizer import Detokenizer
 from billfish.engine.drawn_seeds import DrawnSeeds
 from billfish.engine.logprobs import TokenLogprobs
@@ -370,8 +370,8 @@ class Engine:
     def block_map(self) -> BlockMap:
         """What each KV block holds now."""
         running = self._scheduler.running
-        codes = self._pool.map([request.block_table for request in running])
-        return BlockMap(codes, tuple(r.sequence_id for r in running[:MAX_MAPPED]))
+        codes, groups = self._pool.map([request.block_table for request in running])
+        return BlockMap(codes, groups, tuple(request.sequence_id for request in running))
 
     def _postprocess(
         self, scheduled: ScheduledStep, result: StepResult, outputs: list[RequestOutput]

@@ -163,12 +163,14 @@ class StepRecord:
 class BlockMap:
     """What each KV block holds, at one moment, blocks 1..N in order.
 
-    codes: N little-endian uint16: 0: free. 1: cached, held by no request. Others are
-    2 + 2 * request + shared: request: index into request_ids of (one of) its holders; shared: 1 if
-    it has more than one. The last of 32,767 requests stands for all after it too.
+    codes: N little-endian uint16: 0: free. 1: cached, held by no request. Others are 2 + the index
+    of a group: blocks with the same holders; the last of 65,534 groups stands for all after it.
+    groups: for each its reference count, and its holders as indexes into request_ids, the first 256
+    of them.
     """
 
     codes: bytes
+    groups: tuple[tuple[int, tuple[int, ...]], ...]
     request_ids: tuple[str, ...]
 
 

@@ -9,10 +9,11 @@ from collections.abc import Collection
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from billfish.server import page
 from billfish.server.api_errors import ApiError
 from billfish.server.settings import ServerSettings
 
-OPEN_PATHS = frozenset({b"/health"})
+OPEN_PATHS = page.PATHS | {b"/health"}
 """Raw paths that need no API key, byte for byte."""
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})

@@ -15,7 +15,7 @@ from billfish.server.metrics import ServerMetrics
 logger = logging.getLogger("billfish.access")
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
-_QUIET = frozenset({b"/health", b"/metrics"})
+_QUIET = frozenset({b"/health", b"/metrics", b"/engine/state"})
 
 
 @dataclass(slots=True)

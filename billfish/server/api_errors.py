@@ -129,7 +129,9 @@ def _place(error: Mapping[str, Any], body: Any) -> list[str | int]:
     """Where it is in the body. pydantic's own path also names the alternatives it tried."""
     place: list[str | int] = []
     value = body
-    steps = error["loc"][1:]
+    where, *steps = error["loc"]
+    if where != "body":
+        return steps
     for number, step in enumerate(steps):
         in_dict = isinstance(value, dict) and step in value
         in_list = isinstance(value, list) and isinstance(step, int) and 0 <= step < len(value)

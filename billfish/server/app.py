@@ -1,9 +1,9 @@
 """The HTTP API: which path does what, and the layers that every request passes through."""
 
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from billfish.errors import BillfishError
-from billfish.server import replies
+from billfish.server import page, replies
 from billfish.server.access import ApiKeyCheck, RequestCheck
 from billfish.server.access_log import AccessLog
 from billfish.server.api_errors import from_error, from_validation
@@ -76,6 +76,7 @@ def _routes(service: Service) -> FastAPI:
     app.router.route_class = JsonRoute
     _add_handlers(app)
     _add_paths(app, service)
+    app.router.routes += page.routes()
     return app
 
 
@@ -131,6 +132,14 @@ def _add_paths(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", responses={200: plain, **_ALWAYS}, response_class=Response)
     async def metrics() -> Response:
         return await service.prometheus()
+
+    @app.get(
+        "/engine/state",
+        responses={200: {"model": replies.EngineStateReply}, **_ALWAYS},
+    )
+    async def engine_state(after: Annotated[int, Query(ge=-1, lt=2**53)] = -1) -> Response:
+        """The engine at this moment; of its latest steps, those numbered higher than `after`."""
+        return json_response(await service.view.state(after))
 
     @app.get("/version", responses={200: {"model": replies.VersionReply}, **_ALWAYS})
     async def version() -> Response:

@@ -315,6 +315,10 @@ class FakeEngine(EngineClient):
     def pause(self) -> None:
         self._local.gate.clear()
 
+    @property
+    def paused(self) -> bool:
+        return not self._local.gate.is_set()
+
     def resume(self) -> None:
         self._local.gate.set()
 
@@ -366,6 +370,9 @@ class _LocalBackend:
         self._host.handle(decode_to_engine(encode(message)))
         if isinstance(message, Drain):
             self.gate.set()
+        if isinstance(message, Ask) and not self.gate.is_set():  # answered between two steps
+            for answer in self._host.say([]):
+                self.receive(decode_from_engine(encode(answer)))
         self._wake.set()
 
     async def stop(self) -> None:

@@ -139,5 +139,57 @@ class HealthReply(TypedDict):
     to_load: int
 
 
+class EngineModelReply(TypedDict):
+    """num_blocks: KV blocks, of block_size tokens. max_model_len: tokens of prompt and output."""
+
+    architecture: str
+    dtype: str
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_waiting: int
+    num_int4_layers: int
+
+
+class TtftReply(TypedDict):
+    """Seconds to first token, of the latest requests that got one."""
+
+    latest: float | None
+    p50: float | None
+    p95: float | None
+
+
+class BlocksReply(TypedDict):
+    """The KV blocks in order. runs: a count and a code, and so on; code 0: free, 1: cached and held
+    by nobody, 2 + i: held by groups[i]. groups: a reference count, and the holders as indexes into
+    requests."""
+
+    runs: list[int]
+    groups: list[tuple[int, list[int]]]
+    requests: list[str]
+
+
+class SnapshotReply(TypedDict):
+    """counters: totals since the engine started, and what is in use now. steps, oldest first:
+    number, seconds, prefill tokens, decode tokens, output tokens, requests in it, and after it
+    requests running, requests waiting, KV blocks in use."""
+
+    counters: dict[str, Any]
+    tokens_per_second: float
+    ttft: TtftReply
+    steps: list[list[float]]
+    blocks: BlocksReply | None
+
+
+class EngineStateReply(TypedDict):
+    """model: null until it has been loaded once. engine: null while it starts or is dead, and when
+    a step takes so long that it does not answer."""
+
+    health: HealthReply
+    model: EngineModelReply | None
+    engine: SnapshotReply | None
+
+
 class VersionReply(TypedDict):
     version: str

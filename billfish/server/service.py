@@ -16,6 +16,7 @@ from billfish.server import chat, completions
 from billfish.server.access_log import RequestInfo, info_of
 from billfish.server.api_errors import ApiError, from_error
 from billfish.server.engine_client import EngineClient
+from billfish.server.engine_state import EngineView, describe_health
 from billfish.server.generation import Generation, while_connected
 from billfish.server.logprobs import LogprobFormatter
 from billfish.server.metrics import ServerMetrics
@@ -44,6 +45,7 @@ class Service:
         self.settings = settings
         self.model_name = settings.model_names[0]
         self.metrics = ServerMetrics(self.model_name)
+        self.view = EngineView(engine)
         self._created = int(time.time())
 
     @cached_property
@@ -189,16 +191,7 @@ class Service:
     async def health(self) -> Response:
         """200 while the engine serves, 503 while it starts or is dead."""
         health = await self.engine.health()
-        body = {
-            "status": health.state,
-            "detail": "" if health.state == "dead" else health.detail,
-            "accepting": health.accepting,
-            "running": health.running,
-            "waiting": health.waiting,
-            "restarts": health.restarts,
-            "loaded": health.loaded,
-            "to_load": health.to_load,
-        }
+        body = describe_health(health)
         return json_response(body, 200 if health.state in ("ready", "busy") else 503)
 
     async def prometheus(self) -> Response:

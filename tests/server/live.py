@@ -53,6 +53,24 @@ class LiveServer:
 
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
 
+    def pause_after(self, steps: int) -> None:
+        """The fake engine stops by itself after so many more steps, until `engine.resume`."""
+        left = steps
+
+        def count(_plan: object) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                self.engine.pause()
+
+        self.engine.executor.on_step = count
+
+    def wait_paused(self, seconds: float = 20.0) -> None:
+        end = time.monotonic() + seconds
+        while not self.engine.paused:
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
     def wait_idle(self, seconds: float = 20.0) -> None:
         """Until the engine has let go of all requests and their blocks."""
         end = time.monotonic() + seconds

@@ -290,7 +290,14 @@ class TestStates:
             assert len(codes) == snapshot.counters.blocks_total
             held = [code for code in codes if code >= 2]
             assert len(held) == snapshot.counters.blocks_in_use
-            assert sum(code % 2 for code in held) >= 2  # the full blocks of the prompt are shared
+            names = found.request_ids
+            holders = [(count, {names[i] for i in at}) for count, at in found.groups]
+            held_by = [holders[code - 2] for code in held]
+            both = set(names)
+            assert len(both) == 2
+            assert held_by.count((2, both)) >= 2  # the full blocks of the prompt are shared
+            assert {count for count, who in held_by if len(who) == 1} == {1}
+            assert set().union(*(who for _, who in held_by)) == both
             await stream.aclose()
             await idle(engine)
             found = (await engine.stats(block_map=True)).block_map

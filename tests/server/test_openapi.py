@@ -49,6 +49,7 @@ PATHS = {
     "/v1/models/{name}": "GET",
     "/health": "GET",
     "/metrics": "GET",
+    "/engine/state": "GET",
     "/version": "GET",
 }
 

@@ -49,7 +49,9 @@ def test_loopback_and_no_cors_unless_told_otherwise():
         b"/health/../v1/models", b"/health/..;/v1/models", b"/health;/v1/models", b"/v1/models;x",
         b"/%76%31/models", b"/v1%2fmodels", b"/V1/Models", b"/v1/models?x=/health", b"/HEALTH",
         b"/health/", b"//health", b"/%68ealth", b"/health%00", b"/health%20", b"/metrics",
-        b"/version", b"/openapi.json", b"/nothing", b"/", b"http://localhost/v1/models",
+        b"/version", b"/openapi.json", b"/nothing", b"/engine/state", b"/page/",
+        b"/page/../v1/models", b"/page/app.js/../../v1/models",
+        b"/page/app.js/", b"//page/app.js", b"/page/%61pp.js", b"http://localhost/v1/models",
         b"http://localhost/health/../v1/models", b"/health#/v1/models", b"/health\\v1\\models",
     ],
 )  # fmt: skip

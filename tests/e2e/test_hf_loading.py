@@ -187,6 +187,18 @@ def test_quantize_takes_int4_only(tmp_path: Path) -> None:
         load(path, quantize="int8")
 
 
+def test_the_command_line_rounds_and_says_what_it_costs(tmp_path: Path) -> None:
+    path = write(tmp_path, shapes())
+    program = [sys.executable, "-c", "from billfish.cli import main; main()"]
+    options = ["--quantize", "int4", "--max-tokens", "2", "--kv-memory", "0.01"]
+    command = [*program, "generate", "--model", str(path), *options, "a"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    said = " ".join(result.stderr.split())
+    assert "14 linear layers rounded to INT4" in said
+    assert "mean relative error 0.0" in said
+
+
 def test_sampling_defaults_are_those_of_generation_config(tmp_path: Path) -> None:
     path = write(tmp_path, shapes())
 

@@ -38,6 +38,12 @@ def throughput(context: typer.Context) -> None:
     _run("throughput", context.args, needs_gpu=False)
 
 
+@app.command("server", context_settings=_PASS_ON)
+def server(context: typer.Context) -> None:
+    """What the HTTP server itself costs: tokens a second streamed from an instant engine."""
+    _run("server", context.args, needs_gpu=False)
+
+
 @app.command("engine", context_settings=_PASS_ON)
 def engine(context: typer.Context) -> None:
     """The engine with random weights: decode, prefill, many requests, start; on a GPU."""

@@ -19,6 +19,7 @@ NAMES = {
     "num_requests_waiting", "kv_cache_usage_perc", "kv_cache_blocks_total",
     "kv_cache_blocks_free", "kv_cache_blocks_cached", "kv_cache_blocks_in_use",
     "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "engine_steps",
+    "engine_step_seconds", "engine_wait_seconds",
 }  # fmt: skip
 
 

@@ -77,18 +77,21 @@ async def encode_prompts(engine: EngineClient, request: CompletionRequest) -> li
         if isinstance(each, str):
             found.append(await encode_text(engine, each, request.add_special_tokens))
         else:
+            _check_length(engine, len(each), 1)
             found.append(each)
     return found
 
 
-def _check_length(engine: EngineClient, characters: int) -> None:
-    """Refuse before tokenization what cannot fit, however its tokens are cut."""
+def _check_length(engine: EngineClient, length: int, longest_token: int | None = None) -> None:
+    """Refuse at once what cannot fit, however its tokens are cut. length: in characters, or in
+    tokens, each of length 1."""
     longest = engine.model.max_model_len
-    most = longest * engine.tokenizer.max_token_bytes
-    if characters > most:
+    most = longest * (longest_token or engine.tokenizer.max_token_bytes)
+    if length > most:
+        unit = "characters" if longest_token is None else "tokens"
         raise CapacityError(
-            f"the prompt has {characters} characters, and max_model_len is {longest} tokens, in "
-            f"which at most {most} could fit"
+            f"the prompt has {length} {unit}, and max_model_len is {longest} tokens, in which at "
+            f"most {most} {unit} could fit"
         )
 
 

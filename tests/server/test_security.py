@@ -254,6 +254,7 @@ JSON = {"Content-Type": "application/json"}
         b"{", b'{"model":"fake","messages":"\\ud800"}', b"\xff\xfe", b'\xef\xbb\xbf{"model":1}',
         b"{'model': 'fake'}", b'{"model":"fake",}', b"[" + b"{}," * 60_000 + b"{}]",
         b"{" + b",".join(b'"k%d":0' % i for i in range(5000)) + b"}",
+        b'{"model":"fake","prompt":[' + b"1," * 300_001 + b"1]}",
     ],
     ids=lambda body: repr(body[:20]),
 )  # fmt: skip

@@ -5,7 +5,7 @@
     tpot_ms       time per output token of `batch` requests that decode together
     prefill_ms    from the arrival of `batch` prompts to the first token of the last
     output_tok_s  output tokens of all requests / time from their arrival to the last token
-    start_s       from the start of a process to the first token it can serve
+    start_s       from the start of a process to its first token, nothing compiled and all compiled
 
 Requests generate greedily, and as many tokens as they are asked for. The engine overlaps steps with
 planning, as it does when it serves; --plain does not.
@@ -14,10 +14,12 @@ planning, as it does when it serves; --plain does not.
 import argparse
 import json
 import logging
+import os
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,8 +126,11 @@ def throughput(served: Served, lengths: list[tuple[int, int]]) -> float:
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    served = serve(options)
+    measures = options.measure.split(",")
     rows: list[dict[str, Any]] = []
+    # Before this process takes the memory.
+    starts = start_seconds(options) if "start" in measures else []
+    served = serve(options)
 
     def row(measure: str, batch: int, prompt: int, output: int, values: list[float]) -> None:
         value, spread = statistics.median(values), max(values) - min(values)
@@ -141,7 +146,9 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
               f"spread {spread:.3f}", flush=True)  # fmt: skip
 
     prefill(served, 1, 64)
-    measures = options.measure.split(",")
+    for kind, seconds in zip(("cold", "warm"), starts, strict=False):
+        row("start_s", 1, 64, 1, [seconds])
+        rows[-1]["compiled"] = kind
     if "decode" in measures:
         for batch, prompt in DECODE:
             if batch <= options.max_num_seqs and str(batch) in options.batches.split(","):
@@ -164,12 +171,21 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def start_seconds(arguments: list[str]) -> float:
-    """From the start of a process to its first token."""
-    begin = time.perf_counter()
-    command = [sys.executable, "-m", "billfish.bench.engine", "--measure", "none", *arguments]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - begin
+def start_seconds(options: argparse.Namespace) -> list[float]:
+    """From the start of a process to its first token: with nothing compiled yet, then with all."""
+    command = [sys.executable, "-m", "billfish.bench.engine", "--measure", "none"]
+    for name in ("model", "weights", "dtype", "device", "max_num_seqs", "max_num_batched_tokens",
+                 "max_model_len", "num_blocks", "head"):  # fmt: skip
+        if (value := getattr(options, name)) is not None:
+            command += [f"--{name.replace('_', '-')}", str(value)]
+    seconds = []
+    with tempfile.TemporaryDirectory() as cache:
+        for _ in range(2):
+            begin = time.perf_counter()
+            environment = {**os.environ, "TRITON_CACHE_DIR": cache}
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
+            seconds.append(time.perf_counter() - begin)
+    return seconds
 
 
 def parser() -> argparse.ArgumentParser:
@@ -183,7 +199,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--head", choices=("int8", "int4"), help="without: as activations")
     cli.add_argument("--dtype", default="bfloat16")
     cli.add_argument("--device", default="auto")
-    cli.add_argument("--measure", default="decode,prefill,throughput")
+    cli.add_argument("--measure", default="decode,prefill", help="also throughput, start")
     cli.add_argument("--batches", default="1,8,32,64,128,256")
     cli.add_argument("--lengths", help='JSON list of [prompt, output], perhaps as "lengths"')
     cli.add_argument("--rounds", type=int, default=3)

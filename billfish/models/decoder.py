@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from billfish.config import LayerConfig, ModelConfig
 from billfish.kernels import general
@@ -228,7 +229,7 @@ class CausalLM(nn.Module):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Hidden states before the first layer."""
-        x = self.embed_tokens[token_ids]
+        x = functional.embedding(token_ids, self.embed_tokens)
         return x if self.embedding_scale is None else x * self.embedding_scale
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ _ADDRESSES = [struct.Struct(f"<{count}Q") for count in range(9)]
 _BLOCKS, _STREAM = struct.Struct("<I"), struct.Struct("<Q")
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 _L2_PROMOTION_128B = 2  # CUtensorMapL2promotion
+_INVALID_CONTEXT = 201  # CUresult
 
 Chunk = tuple[int, int, bytes]
 """Consecutive arguments as the driver reads them: where they begin and end, and the bytes."""
@@ -41,6 +42,7 @@ def _driver() -> ctypes.CDLL:
         raise CannotPrepare(str(error)) from None
     address = ctypes.c_void_p
     library.cuLaunchKernelEx.argtypes = [address, address, address, address]
+    library.cuCtxGetCurrent.argtypes = library.cuCtxSetCurrent.argtypes = [address]
     library.cuGetErrorString.argtypes = [ctypes.c_int, address]
     library.cuTensorMapEncodeTiled.argtypes = [
         address, ctypes.c_int, ctypes.c_uint32, address, address, address, address, address,
@@ -89,8 +91,8 @@ def tensor_map(
 class PreparedLaunch:
     """Launches of one compiled kernel with arguments that are ready.
 
-    kernel: Triton's, launched before, so that it is loaded. fields: sizes in bytes of its
-    parameters, but for the two scratch addresses that Triton appends.
+    kernel: Triton's, launched before by this thread, so that it is loaded and its context current.
+    fields: sizes in bytes of its parameters, but for the two scratch addresses that Triton appends.
 
     Raises CannotPrepare: the kernel's parameters are others, or it needs scratch memory, clusters
     or a cooperative launch.
@@ -131,6 +133,9 @@ class PreparedLaunch:
         )  # fmt: skip
         self._call = (ctypes.addressof(self._config), kernel.function, self._pointers, None)
         self._launch = _driver().cuLaunchKernelEx
+        self._context = ctypes.c_void_p()
+        result = _driver().cuCtxGetCurrent(ctypes.byref(self._context))
+        _check(result, "cannot tell the context of a kernel")
         self._last = (1, 0)  # blocks and stream in the config
         self._kernel = kernel  # keeps the module loaded
         self._lock = Lock()
@@ -155,5 +160,8 @@ class PreparedLaunch:
                 _STREAM.pack_into(config, 32, stream)
                 self._last = (blocks, stream)
             result = self._launch(*self._call)
+            if result == _INVALID_CONTEXT:  # a thread's first call, which no other has prepared
+                _check(_driver().cuCtxSetCurrent(self._context), "cannot use the GPU")
+                result = self._launch(*self._call)
         if result:
             _check(result, "cannot launch a kernel")

@@ -38,6 +38,19 @@ def make_kernel(**changes):
     )
 
 
+CONTEXT = 0x7700
+
+
+def fake_driver(launch, **functions):
+    """A driver whose threads have CONTEXT."""
+
+    def current(context):
+        ctypes.cast(context, ctypes.POINTER(ctypes.c_void_p))[0] = CONTEXT
+        return 0
+
+    return SimpleNamespace(cuLaunchKernelEx=launch, cuCtxGetCurrent=current, **functions)
+
+
 @pytest.fixture
 def launches(monkeypatch):
     """What a driver was asked to launch: (config, attributes, function, arguments)."""
@@ -52,7 +65,7 @@ def launches(monkeypatch):
         seen.append((fields, attribute, function, values))
         return 0
 
-    monkeypatch.setattr(cuda_driver, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=launch))
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: fake_driver(launch))
     return seen
 
 
@@ -98,7 +111,27 @@ def test_a_failed_launch_says_why(monkeypatch):
     def describe(code, text):
         ctypes.cast(text, ctypes.POINTER(ctypes.c_char_p))[0] = b"out of luck"
 
-    driver = SimpleNamespace(cuLaunchKernelEx=lambda *_: 700, cuGetErrorString=describe)
+    driver = fake_driver(lambda *_: 700, cuGetErrorString=describe)
     monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
     with pytest.raises(RuntimeError, match=r"700: out of luck"):
         PreparedLaunch(make_kernel(), FIELDS)(1, 0, [], 3, (0,))
+
+
+def test_a_thread_without_a_context_is_given_that_of_the_kernel(monkeypatch):
+    """A thread that has called nothing of CUDA's runtime has none, and the driver then refuses."""
+    events = []
+
+    def launch(*_):
+        events.append("launch")
+        return 0 if len(events) > 1 else 201
+
+    def use(context):
+        events.append(context.value)
+        return 0
+
+    driver = fake_driver(launch, cuCtxSetCurrent=use)
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
+    launch = PreparedLaunch(make_kernel(), FIELDS)
+    for _ in range(2):
+        launch(1, 0, [], 3, (0,))
+    assert events == ["launch", CONTEXT, "launch", "launch"]

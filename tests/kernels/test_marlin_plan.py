@@ -193,6 +193,14 @@ def test_later_launches_are_prepared_unless_a_profiler_watches(monkeypatch):
     assert addresses[2] == residual.data_ptr()
     assert numbers[:3] == (3, 320, 3)
     assert blocks <= 8
+    monkeypatch.setattr(hopper_launch, "_KEPT", 2)
+    monkeypatch.setattr(hopper_launch, "_ready", kept := {})
+    others = [torch.zeros(3, 384, dtype=torch.float16) for _ in range(3)]
+    for other in (*others, others[0]):
+        hopper_launch.launch(other, units, product)
+        assert any(other.data_ptr() in key for key in kept)
+    assert len(kept) <= 2
+    assert len(prepared) == 6
     triton.knobs.runtime.launch_enter_hook.add(print)
     try:
         hopper_launch.launch(x, units, product)

@@ -55,22 +55,19 @@ class _Launcher:
     address, a shape and strides, so one that fits stays valid whatever tensor lives there.
     """
 
-    _KEPT = 4096
-
     def __init__(self, p: Plan, kernel: Any, prepared: PreparedLaunch) -> None:
         self._plan = p
         self._kernel = kernel
         self._prepared = prepared
         self._blocks = p.division.blocks
-        self._ready: dict[Any, tuple[Chunk, Chunk]] = {}
 
     def __call__(self, x: Tensor, units: Tensor, addresses: tuple[int, ...], stream: int) -> None:
-        key = (units.data_ptr(), x.data_ptr(), x.shape[1], x.stride(0))
-        ready = self._ready.get(key)
+        key = (self, units.data_ptr(), x.data_ptr(), x.shape[1], x.stride(0))
+        ready = _ready.get(key)
         if ready is None:
-            if len(self._ready) >= self._KEPT:
-                self._ready.clear()
-            ready = self._ready[key] = self._prepare(x, units)
+            if len(_ready) >= _KEPT:
+                _ready.clear()
+            ready = _ready[key] = self._prepare(x, units)
         self._prepared(self._blocks, stream, ready, _ADDRESSES, addresses)
 
     def _prepare(self, x: Tensor, units: Tensor) -> tuple[Chunk, Chunk]:
@@ -88,6 +85,11 @@ class _Launcher:
         chunk = self._prepared.chunk
         return chunk(0, before), chunk(_NUMBERS, self._plan.numbers)
 
+
+_ready: dict[Any, tuple[Chunk, Chunk]] = {}
+"""By launcher, addresses and strides. Of all launchers together, because prompts of every length
+make one each."""
+_KEPT = 1 << 15  # about 1 KB each
 
 _prepared: dict[tuple[Any, ...], PreparedLaunch | None] = {}
 """By kernel and device; None where Triton has to launch the kernel."""

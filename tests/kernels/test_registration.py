@@ -48,6 +48,16 @@ def calls():
         "w4a16_matmul no rows": (marlin.w4a16_matmul, (draw(0, 64), packed(torch.float32)), {}),
         "write_kv": (pa.write_kv, (key, key, cache[0, 0].clone(), cache[0, 1].clone(),
                                    step.slot_mapping), {}),
+        "rotate_and_write": (
+            pa.rotate_and_write,
+            (query, key, key.flip(0), cache[0, 0].clone(), cache[0, 1].clone(), step.slot_mapping),
+            {"positions": torch.arange(4), "cos_sin": draw(8, 16)},
+        ),
+        "rotate_and_write norms": (
+            pa.rotate_and_write,
+            (query, key, key.flip(0), cache[0, 0].clone(), cache[0, 1].clone(), step.slot_mapping),
+            {"q_norm": draw(16), "k_norm": draw(16)},
+        ),
         "attend": (pa.attend, (query, cache[0, 0], cache[0, 1], step), {}),
         "attend options": (pa.attend, (query, cache[0, 0], cache[0, 1], step), options),
         "copy_blocks": (pa.copy_blocks, (cache, one, two), {}),
@@ -100,6 +110,41 @@ def test_fake_tensors_have_the_shapes_and_strides_of_real_ones(name):
         fake = outputs(op(*fake_args, **fake_kwargs))
     for one, other in zip(fake, real, strict=True):
         assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+
+
+@pytest.mark.parametrize("name", calls())
+def test_inference_gives_the_same_without_the_dispatcher(name):
+    """Plain tensors in inference go past torch's dispatcher; a mode that watches it sees all."""
+    function, arguments, options = calls()[name]
+    _, watched, _ = calls()[name]
+    with torch.no_grad():
+        plain = outputs(function(*arguments, **options))
+        with Recorder() as recorder:
+            expected = outputs(function(*watched, **options))
+    assert len(recorder.seen) == 1
+    plain += [a for a in arguments if isinstance(a, torch.Tensor)]
+    expected += [a for a in watched if isinstance(a, torch.Tensor)]
+    for one, other in zip(plain, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", calls())
+def test_the_default_device_of_torch_is_not_that_of_the_work(name):
+    """As with torch.set_default_device("cuda"); "meta" is there on every machine."""
+    function, arguments, options = calls()[name]
+    expected = outputs(function(*arguments, **options))
+    _, again, _ = calls()[name]
+    with torch.device("meta"):
+        got = outputs(function(*again, **options))
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_metadata_from_lists_is_where_it_is_asked_for():
+    with torch.device("meta"):
+        step = pa.AttentionMetadata.build([[1, 2], [3]], [6, 3], [3, 1], 4)
+    assert step.slot_mapping.tolist() == [7, 8, 9, 14]
+    assert step.block_table.tolist() == [[1, 2], [3, -1]]
 
 
 def layer(x, weight, norm, cos_sin, cache, step):

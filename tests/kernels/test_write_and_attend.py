@@ -88,6 +88,17 @@ def test_another_table_and_other_slots_are_not_those_prepared():
             assert torch.equal(caches[0], tensors[3])
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("slot_mapping", torch.int32), ("block_table", torch.int64),
+                        ("seq_lens", torch.int64), ("query_start", torch.int64)],
+)  # fmt: skip
+def test_metadata_of_other_integers_is_refused(name, dtype):
+    (*tensors, metadata), options = arguments("alike", torch.float32)
+    metadata = replace(metadata, **{name: getattr(metadata, name).to(dtype)})
+    with torch.inference_mode(), pytest.raises(KernelArgumentError, match=name):
+        pa.write_and_attend(*tensors, metadata, **options)
+
+
 def changed(**values):
     return lambda call, options: (call, {**options, **values})
 

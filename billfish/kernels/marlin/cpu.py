@@ -44,7 +44,7 @@ def int4_block_rows() -> int:
 
     Learned from a packed pattern, because it depends on the vector unit.
     """
-    rows = torch.arange(256)
+    rows = torch.arange(256, device="cpu")
     digits = [
         torch.ops.aten._convert_weight_to_int4pack_for_cpu(
             (rows >> shift & 15).int().view(-1, 1).expand(256, 2).contiguous(), 1
@@ -167,8 +167,8 @@ def _dequantize(
     """
     b, k, half = blocks.shape
     codes = torch.cat((blocks & 15, blocks >> 4), dim=2).view(torch.int8).sub_(8)
-    weight = torch.empty((k, b, 2 * half), dtype=scale.dtype).copy_(codes.transpose(0, 1))
-    weight = weight.view(k, -1)
+    weight = torch.empty((k, b, 2 * half), dtype=scale.dtype, device="cpu")
+    weight = weight.copy_(codes.transpose(0, 1)).view(k, -1)
     if g_idx is not None:
         _scale_(weight, scale[g_idx], None if shift is None else shift[g_idx])
         return weight
@@ -256,8 +256,9 @@ def _dequantize_and_multiply(
         x, scale, shift = x.float(), scale.float(), None if shift is None else shift.float()
     count, k, half = blocks.shape
     run = max(1, _RUN_ELEMENTS // (2 * half * k))
-    out = torch.empty((x.shape[0], scale.shape[1]), dtype=x.dtype)
-    alone = torch.empty((1, k), dtype=x.dtype)  # one address: the order may depend on it too
+    out = torch.empty((x.shape[0], scale.shape[1]), dtype=x.dtype, device="cpu")
+    # One address: the order may depend on it too.
+    alone = torch.empty((1, k), dtype=x.dtype, device="cpu")
     for first in range(0, count, run):
         here = slice(first * 2 * half, (first + run) * 2 * half)
         weight = _dequantize(

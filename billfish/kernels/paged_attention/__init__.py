@@ -244,8 +244,8 @@ def write_and_attend(
     """`rotate_and_write`, then `attend`: a layer's attention. See both for arguments and errors.
 
     In inference on a CPU, layers that share a metadata and have no options but a scale and angles
-    prepare a step that only decodes once. positions and cos_sin must then not change while that
-    metadata is used.
+    prepare a step that only decodes once. positions, cos_sin and the tensors of that metadata must
+    then not change while it is used.
     """
     plain = q_norm is None and k_norm is None and soft_cap is None and sinks is None
     in_sight = sliding_window is None or sliding_window >= metadata.max_seq_len

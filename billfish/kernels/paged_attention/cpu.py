@@ -85,7 +85,7 @@ def attend(
     if starts[-1] > query.shape[0]:
         raise bad_argument("query", tuple(query.shape), f"at least {starts[-1]} tokens")
     settings = Settings(scale, sliding_window, soft_cap, sinks)
-    out = torch.zeros(query.shape, dtype=query.dtype)
+    out = torch.zeros(query.shape, dtype=query.dtype, device="cpu")
     # Alone and with no float32 sums to keep in order, a request needs neither padding nor mask.
     alone = len(lengths) == 1 and query.dtype != torch.float32
     in_batches: list[int] = []
@@ -156,9 +156,9 @@ def decode_buckets(
         by_length.setdefault(_padded(lengths[request]), []).append(request)
     buckets = []
     for padded, members in by_length.items():
-        here = torch.tensor([lengths[request] for request in members]).unsqueeze(1)
+        here = torch.tensor([lengths[request] for request in members], device="cpu").unsqueeze(1)
         slots, mask = _slots(block_table[members], here, block_size, padded)
-        tokens = torch.tensor([starts[request] for request in members])
+        tokens = torch.tensor([starts[request] for request in members], device="cpu")
         buckets.append(Bucket(tokens, slots, mask.view(-1, 1, 1, padded)))
     return buckets
 
@@ -185,11 +185,11 @@ def _slots(
 ) -> tuple[Tensor, Tensor]:
     """Slot of each token, int64 [B * padded], past the end that of the first; and what is real."""
     blocks = block_table[:, : -(-padded // block_size)].long() * block_size
-    slots = (blocks.unsqueeze(2) + torch.arange(block_size)).view(len(blocks), -1)
+    slots = (blocks.unsqueeze(2) + torch.arange(block_size, device="cpu")).view(len(blocks), -1)
     slots = (
         slots[:, :padded] if slots.shape[1] >= padded else pad(slots, (0, padded - slots.shape[1]))
     )
-    mask = torch.arange(padded) < seq_lens
+    mask = torch.arange(padded, device="cpu") < seq_lens
     return torch.where(mask, slots, slots[:, :1]).flatten(), mask
 
 
@@ -233,8 +233,8 @@ def _prefill(
     for start in range(max(0, -before), length, tile):
         stop = min(start + tile, length)
         low, high = max(0, before + start - window + 1), before + stop
-        position = torch.arange(before + start, high).unsqueeze(1)
-        seen = torch.arange(low, high)
+        position = torch.arange(before + start, high, device="cpu").unsqueeze(1)
+        seen = torch.arange(low, high, device="cpu")
         mask = seen <= position
         if settings.window is not None:
             mask &= seen > position - window

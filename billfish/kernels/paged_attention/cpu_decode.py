@@ -17,6 +17,9 @@ from billfish.kernels.paged_attention import cpu
 
 Angles = tuple[Tensor, Tensor]
 
+_KINDS = [(2, torch.int32), (1, torch.int32), (1, torch.int32), (1, torch.int64)]
+"""Dimensions and dtypes of the block table, the lengths, the query starts and the slots."""
+
 
 @dataclass(slots=True, eq=False)
 class DecodeStep:
@@ -39,9 +42,11 @@ class DecodeStep:
         block_table: Tensor, seq_lens: Tensor, query_start: Tensor, slots: Tensor, cache: Tensor
     ) -> "DecodeStep | None":
         """None where the step has other work, or arguments that are refused when they are used."""
-        lengths, count = seq_lens.tolist(), len(seq_lens)
-        if cache.dim() != 4:
+        indices = (block_table, seq_lens, query_start, slots)
+        kinds = [(t.dim(), t.dtype) for t in indices if t.is_cpu]
+        if cache.dim() != 4 or kinds != _KINDS:
             return None
+        lengths, count = seq_lens.tolist(), len(seq_lens)
         num_blocks, block_size = cache.shape[:2]
         if not count or query_start.tolist() != list(range(count + 1)) or len(slots) != count:
             return None
@@ -133,7 +138,7 @@ def write_and_attend(
     settings = cpu.Settings(scale, None, None, None)
     if len(step.buckets) == 1:
         return cpu.decode_bucket(query, k_cache, v_cache, step.buckets[0], settings)
-    out = torch.empty((tokens, heads, head_dim), dtype=query.dtype)
+    out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device="cpu")
     for bucket in step.buckets:
         rows = query.index_select(0, bucket.tokens)
         y = cpu.decode_bucket(rows, k_cache, v_cache, bucket, settings)

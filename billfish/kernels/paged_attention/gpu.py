@@ -1,4 +1,7 @@
-"""What runs on an NVIDIA GPU: checks what these kernels support, then picks one."""
+"""What runs on an NVIDIA GPU: checks what these kernels support, then picks one.
+
+Kernels take no strides of indices: those that are not contiguous are copied here.
+"""
 
 import torch
 from torch import Tensor
@@ -28,7 +31,7 @@ def write_kv(
 ) -> None:
     _check(k_cache)
     with torch.cuda.device(key.device):
-        cache_write.write(key, value, k_cache, v_cache, slot_mapping)
+        cache_write.write(key, value, k_cache, v_cache, slot_mapping.contiguous())
 
 
 def rotate_and_write(
@@ -39,7 +42,8 @@ def rotate_and_write(
     _check(k_cache)
     with torch.cuda.device(key.device):
         return cache_write.rotate_and_write(
-            query, key, value, k_cache, v_cache, slot_mapping, positions=positions,
+            query, key, value, k_cache, v_cache, slot_mapping.contiguous(),
+            positions=None if positions is None else positions.contiguous(),
             cos_sin=cos_sin, q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
 
@@ -69,7 +73,12 @@ def attend(
     if num_tokens == 0:
         return out
     num_requests = seq_lens.shape[0]
-    scoring = Scoring(scale, sliding_window, soft_cap, sinks)
+    seq_lens, query_start = seq_lens.contiguous(), query_start.contiguous()
+    if block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
+    scoring = Scoring(
+        scale, sliding_window, soft_cap, None if sinks is None else sinks.contiguous()
+    )
     step = (query, k_cache, v_cache, block_table, seq_lens, query_start, out, scoring)
     group = num_heads // k_cache.shape[2]
     decode_len = planned_len if plan else _decode_len(max_query_len, group)
@@ -93,7 +102,8 @@ def attend(
             if _runs_hopper_prefill(query, k_cache, v_cache, scoring):
                 from billfish.kernels.paged_attention import hopper_prefill
 
-                mine = Workspace(*plan) if plan else None
+                # A plan of no request has listed no items.
+                mine = Workspace(*plan) if plan and num_requests else None
                 hopper_prefill.prefill(
                     *step, decoded_len=decode_len, max_seq_len=max_seq_len, plan=mine,
                     overlap=mine is not None,
@@ -105,7 +115,7 @@ def attend(
 
 def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
     with torch.cuda.device(kv_cache.device):
-        block_copy.copy(kv_cache, src, dst)
+        block_copy.copy(kv_cache, src.contiguous(), dst.contiguous())
 
 
 def swap_blocks(

@@ -220,6 +220,10 @@ def schedule(batch, records, PDL: gl.constexpr):
         item = gl.num_programs(0) + drawn
         if drawn == items - 1:
             gl.store(batch.draws, 0)  # each program draws until it gets none: this was the last
+    if PDL:
+        # Also where there was nothing to do: the kernel behind waits for the end of this one, which
+        # then has to be after the end of the one ahead.
+        gdc_wait()
     lane = gl.arange(0, FIELDS, layout=gl.BlockedLayout([1], [32], [1], [0]))
     records.buffer.index(0).store(lane * 0)
     mbarrier.arrive(records.full.index(0))

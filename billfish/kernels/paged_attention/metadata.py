@@ -71,7 +71,7 @@ class AttentionMetadata:
         if max_seq_len > table.shape[1] * block_size:
             expected = f"at most {table.shape[1]} blocks of {block_size} tokens"
             raise bad_argument("seq_lens", max_seq_len, expected)
-        query_start = torch.zeros(requests + 1, dtype=torch.int64)
+        query_start = torch.zeros(requests + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(queries, 0, out=query_start[1:])
         return cls(
             block_table=table.to(device),
@@ -98,10 +98,10 @@ def _slots(
     """Slot of each new token, int64 [T]."""
     tokens = int(query_start[-1])
     request = torch.repeat_interleave(queries, output_size=tokens)
-    position = torch.arange(tokens) + (lengths - query_start[1:])[request]
+    position = torch.arange(tokens, device="cpu") + (lengths - query_start[1:])[request]
     inside = position.clamp(min=0)
     if tokens == 0 or table.shape[1] == 0:
-        return torch.full((tokens,), PADDING_SLOT)
+        return torch.full((tokens,), PADDING_SLOT, device="cpu")
     block = table[request, inside // block_size].long()
     real = position >= 0
     if bool(((block < 0) & real).any()):
@@ -111,7 +111,11 @@ def _slots(
 
 
 def _host_integers(name: str, values: Tensor | Sequence[int], dims: int) -> Tensor:
-    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
+    tensor = (
+        values
+        if isinstance(values, Tensor)
+        else torch.tensor(values, dtype=torch.int64, device="cpu")
+    )
     if tensor.dim() != dims or not tensor.is_cpu or tensor.dtype not in (torch.int32, torch.int64):
         got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
         raise bad_argument(name, got, f"{dims}-dimensional int32 or int64 on the CPU")
@@ -124,9 +128,9 @@ def _block_table(rows: Tensor | Sequence[Sequence[int]]) -> Tensor:
     else:
         width = max(map(len, rows), default=0)
         padded = [[*row, *[-1] * (width - len(row))] for row in rows]
-        table = torch.tensor(padded, dtype=torch.int64).view(len(rows), width)
+        table = torch.tensor(padded, dtype=torch.int64, device="cpu").view(len(rows), width)
     if table.dtype == torch.int64 and table.numel():
         largest = int(table.max())
         if largest > torch.iinfo(torch.int32).max:
             raise bad_argument("block_table", largest, "block ids that int32 holds")
-    return table.int()
+    return table.int().contiguous()

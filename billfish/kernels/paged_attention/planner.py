@@ -269,7 +269,7 @@ class DecodePlan:
         Returns the metadata with this plan in place of its like. The metadata must not change after
         that. Raises KernelArgumentError: more requests than the plan was allocated for.
         """
-        self.split(metadata.seq_lens, metadata.query_start)
+        self.split(metadata.seq_lens.contiguous(), metadata.query_start.contiguous())
         if metadata.max_query_len > self.max_query_len:
             self._list_items(metadata)
         # No count outlives a step that was broken off. Also, it puts a kernel between this plan
@@ -286,8 +286,9 @@ class DecodePlan:
         decoded_len = short_limit(self.max_query_len, num_tokens, requests, longest)
         step = (num_tokens, requests, metadata.max_seq_len, decoded_len)
         list_items(
-            metadata.seq_lens, metadata.query_start, num_tokens, decoded_len, self.num_heads, pack,
-            workspace.items, workspace.sharers(*step, self.num_heads, pack, self.sliding_window),
+            metadata.seq_lens.contiguous(), metadata.query_start.contiguous(), num_tokens,
+            decoded_len, self.num_heads, pack, workspace.items,
+            workspace.sharers(*step, self.num_heads, pack, self.sliding_window),
         )  # fmt: skip
 
     def _is_like(self, other: "DecodePlan") -> bool:

@@ -36,6 +36,6 @@ def swap(src_cache: Tensor, dst_cache: Tensor, src_blocks: Tensor, dst_blocks: T
 
 def _on_device(src_blocks: Tensor, dst_blocks: Tensor, device: torch.device) -> Tensor:
     """Both [2, P], on their way: from pinned memory, so that the host does not wait."""
-    ids = torch.empty(2, src_blocks.shape[0], dtype=torch.int64, pin_memory=True)
+    ids = torch.empty(2, src_blocks.shape[0], dtype=torch.int64, device="cpu", pin_memory=True)
     ids[0], ids[1] = src_blocks, dst_blocks
     return ids.to(device, non_blocking=True)

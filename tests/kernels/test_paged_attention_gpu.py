@@ -1,0 +1,95 @@
+"""What the GPU implementation hands to its kernels, which are not run: no GPU needed."""
+
+import contextlib
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from billfish.kernels.paged_attention import AttentionMetadata, gpu, planner
+
+
+@pytest.fixture
+def handed(monkeypatch):
+    """The tensors that reach the modules of the kernels."""
+    seen = []
+
+    def note(*arguments, **options):
+        for value in (*arguments, *options.values()):
+            seen.extend(value if isinstance(value, tuple) else [value])
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(gpu, "_check", lambda cache: None)
+    for module, name in (
+        (gpu.cache_write, "write"), (gpu.cache_write, "rotate_and_write"), (gpu.block_copy, "copy"),
+        (gpu.decode, "decode"), (gpu.prefill, "prefill"), (planner, "list_items"),
+        (planner.DecodePlan, "split"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, note)
+    return seen
+
+
+def strided(values, dtype):
+    """Indices of which a kernel that knows no stride would read every second one wrongly."""
+    return torch.tensor([values, values]).to(dtype).T.contiguous()[:, 0]
+
+
+def integers(handed):
+    return [t for t in handed if isinstance(t, torch.Tensor) and not t.is_floating_point()]
+
+
+def test_indices_arrive_without_strides(handed):
+    cache = torch.zeros(2, 2, 9, 16, 2, 64)
+    slots = strided([3, 40], torch.int64)
+    query = torch.zeros(2, 4, 64)
+    new = (query[:, :2], query[:, 2:], cache[0, 0], cache[0, 1], slots)
+    gpu.write_kv(*new)
+    gpu.rotate_and_write(query, *new, slots, torch.zeros(64, 64), None, None, 1e-6)
+    gpu.copy_blocks(cache, strided([1, 2], torch.int64), strided([3, 4], torch.int64))
+    lens, starts = strided([20, 40], torch.int32), strided([0, 1, 41], torch.int32)
+    table = torch.arange(6, dtype=torch.int32).view(3, 2).T
+    query, scores = torch.zeros(41, 4, 64), (0.1, None, None, strided([1, 2, 3, 4], torch.float32))
+    gpu.attend(query, cache[0, 0], cache[0, 1], table, lens, starts, 40, 40, *scores, [], 0)
+    metadata = AttentionMetadata(table, lens, starts, torch.zeros(41, dtype=torch.int64), 40, 40)
+    plan = planner.DecodePlan.allocate(
+        max_requests=2, num_heads=4, num_kv_heads=2, head_dim=64, device="cpu"
+    )
+    plan.update(metadata)
+    found = integers(handed)
+    assert len(found) >= 12
+    assert all(indices.stride(-1) == 1 for indices in found)
+    assert [i.tolist() for i in found[:3]] == [[3, 40]] * 3
+    sinks = [t for t in handed if isinstance(t, torch.Tensor) and t.tolist() == [1, 2, 3, 4]]
+    assert sinks
+    assert all(s.is_contiguous() for s in sinks)
+
+
+def test_tables_from_the_host_are_rows():
+    table = torch.arange(6, dtype=torch.int32).view(3, 2).T
+    built = AttentionMetadata.build(table, [20, 40], [1, 1], 16)
+    assert built.block_table.is_contiguous()
+    assert torch.equal(built.block_table, table)
+
+
+def test_a_plan_without_requests_has_no_list_to_go_by(handed):
+    cache, query = torch.zeros(2, 9, 16, 2, 64), torch.zeros(3, 4, 64)
+    plan = planner.DecodePlan.allocate(
+        max_requests=2, num_heads=4, num_kv_heads=2, head_dim=64, device="cpu"
+    )
+    none = torch.zeros(0, dtype=torch.int32)
+    table = torch.zeros(0, 4, dtype=torch.int32)
+    start = torch.zeros(1, dtype=torch.int32)
+    given = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "_runs_hopper_prefill", lambda *_: True)
+        hopper = pytest.importorskip("billfish.kernels.paged_attention.hopper_prefill")
+        patch.setattr(hopper, "prefill", lambda *_, **options: given.append(options))
+        for lens, starts, rows, longest in (
+            (none, start, table, 0), (start, torch.tensor([0, 3]).int(), table.new_zeros(1, 4), 3),
+        ):  # fmt: skip
+            gpu.attend(
+                query, *cache, rows, lens, starts, longest, 0, 0.1, None, None, None,
+                list(plan.workspace), 1,
+            )  # fmt: skip
+    assert [(o["plan"] is not None, o["overlap"]) for o in given] == [(False, False), (True, True)]

@@ -1,4 +1,4 @@
-"""`billfish bench`: measures kernels and whole models on this machine."""
+"""`billfish bench`: measures kernels and whole models on this machine, and running servers."""
 
 from importlib import import_module
 
@@ -7,8 +7,8 @@ import typer
 from billfish.errors import ConfigError
 
 app = typer.Typer(
-    help="Measure on this machine; results go to a JSON file. `billfish bench NAME --help` lists "
-    "the options of each.",
+    help="Measure this machine, or a running server; results go to a JSON file. "
+    "`billfish bench NAME --help` lists the options of each.",
     no_args_is_help=True,
 )
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -60,6 +60,12 @@ def step(context: typer.Context) -> None:
 def quantize(context: typer.Context) -> None:
     """What INT4 costs in perplexity, by the method that made it."""
     _run("quantize", context.args, needs_gpu=False)
+
+
+@app.command("serve", context_settings=_PASS_ON)
+def serve(context: typer.Context) -> None:
+    """A running server under load: TTFT, TPOT, ITL, end to end, throughput, goodput."""
+    _run("serve", context.args, needs_gpu=False)
 
 
 def _run(name: str, arguments: list[str], *, needs_gpu: bool) -> None:

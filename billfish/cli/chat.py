@@ -1,7 +1,9 @@
 """`billfish chat`: a conversation in the terminal."""
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,6 +15,10 @@ from billfish.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from billfish.llm import LLM
+
+Message = dict[str, str]
+Answer = Callable[[list[Message]], str]
+"""Prints the answer to these messages as it comes, and returns it."""
 
 DEFAULTS = {"temperature": 0.2, "top_p": 0.9}
 HELP = "/reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
@@ -34,8 +40,23 @@ def command(
     kv_memory: common.KVMemory = None,
     device: common.Device = "auto",
     quantize: common.Quantize = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="A running OpenAI-compatible server to talk to, instead of loading a model here. "
+            "--model is then its name there."
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            show_default=False,
+            help="What the server wants. Better in BILLFISH_API_KEY: others on this machine can "
+            "see the command line.",
+        ),
+    ] = None,
 ) -> None:
-    """Talk to a model. Ctrl-C stops the answer, not the program."""
+    """Talk to a model, here or on a running server. Ctrl-C stops the answer, not the program."""
     given = {
         "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
         "min_p": min_p, "presence_penalty": presence_penalty,
@@ -43,14 +64,16 @@ def command(
         "seed": seed,
     }  # fmt: skip
     common.sampling(DEFAULTS, given)
-    llm = common.load(model, dtype, kv_memory, device, quantize)
-    llm.tokenizer.encode_chat(
-        [{"role": "user", "content": "?"}]
-    )  # a model that cannot chat says so
-    params = common.sampling(DEFAULTS, given, llm)
-    console = Console()
-    console.print(HELP, style="dim")
+    if url is None:
+        answer = _local(common.load(model, dtype, kv_memory, device, quantize), given)
+    else:
+        answer = _remote(url, api_key, None if model == DEMO_MODEL else model, given)
     opening = [{"role": "system", "content": system}] if system is not None else []
+    _talk(Console(), opening, answer)
+
+
+def _talk(console: Console, opening: list[Message], answer: Answer) -> None:
+    console.print(HELP, style="dim")
     messages = list(opening)
     while (text := _read(console)) is not None:
         if text == "/exit":
@@ -62,12 +85,12 @@ def command(
             continue
         messages.append({"role": "user", "content": text})
         try:
-            answer = _answer(llm, messages, params)
+            said = answer(messages)
         except BillfishError as error:
             messages.pop()
             console.print(f"error: {error}\n{HELP}", style="red", markup=False)
             continue
-        messages.append({"role": "assistant", "content": answer})
+        messages.append({"role": "assistant", "content": said})
 
 
 def _read(console: Console) -> str | None:
@@ -81,7 +104,55 @@ def _read(console: Console) -> str | None:
         return None
 
 
-def _answer(llm: "LLM", messages: list[dict[str, str]], params: SamplingParams) -> str:
+def _local(llm: "LLM", given: dict[str, Any]) -> Answer:
+    """Answers of a model in this process."""
+    question = [{"role": "user", "content": "?"}]
+    llm.tokenizer.encode_chat(question)  # a model that cannot chat says so
+    params = common.sampling(DEFAULTS, given, llm)
+    return lambda messages: _answer(llm, messages, params)
+
+
+def _remote(url: str, api_key: str | None, model: str | None, given: dict[str, Any]) -> Answer:
+    """Answers of a server. Options that are not given are left to it."""
+    from billfish.client import Client, Piece
+
+    neutral = {
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
+    }  # fmt: skip
+    options = {
+        name: value
+        for name, value in given.items()
+        if value is not None and neutral.get(name) != value
+    }
+
+    async def name() -> str:
+        async with Client(url, api_key) as client:
+            return model or await client.first_model()
+
+    served = asyncio.run(name())  # whether a server is there is told at once
+
+    async def stream(messages: list[Message], said: list[str]) -> None:
+        body = {"model": served, "messages": messages, "stream": True, **options}
+        async with Client(url, api_key) as client:
+            async for event in client.stream("/v1/chat/completions", body):
+                if isinstance(event, Piece):
+                    said.append(event.text)
+                    typer.echo(event.text, nl=False)
+
+    def answer(messages: list[Message]) -> str:
+        said: list[str] = []
+        try:
+            asyncio.run(stream(messages, said))
+        except KeyboardInterrupt:
+            typer.secho(" [stopped]", dim=True, nl=False)
+        finally:
+            typer.echo()
+        return "".join(said)
+
+    return answer
+
+
+def _answer(llm: "LLM", messages: list[Message], params: SamplingParams) -> str:
     """Prints the answer as it comes and returns it, or as much as there was before Ctrl-C."""
     prompt = llm.tokenizer.encode_chat(messages)
     room = llm.max_model_len - len(prompt)

@@ -9,11 +9,14 @@ from rich.table import Table
 
 from billfish.version import __version__
 
-PACKAGES = ("torch", "triton", "numpy", "tokenizers", "jinja2")
+PACKAGES = (
+    "torch", "triton", "numpy", "tokenizers", "jinja2", "fastapi", "pydantic", "uvicorn", "uvloop",
+    "httptools", "httpx", "msgspec", "llguidance", "prometheus-client",
+)  # fmt: skip
 
 
 def command() -> None:
-    """Show versions, processor and GPUs."""
+    """Show versions, processor and GPUs, as a report of a bug needs them."""
     import torch
 
     table = Table(show_header=False, box=None)

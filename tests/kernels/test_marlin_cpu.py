@@ -260,6 +260,7 @@ def test_offsets_that_overflow_the_dtype_once_centred_are_refused():
         ("bias", torch.zeros(2, 64), torch.zeros(5)),
         ("bias", torch.zeros(2, 64), torch.zeros(4, dtype=torch.float16)),
         ("bias", torch.zeros(2, 64), torch.zeros(4, device="meta")),
+        ("gradient", torch.zeros(2, 64), torch.zeros(4, requires_grad=True)),
     ],
 )
 def test_matmul_refuses(name, x, bias):

@@ -84,3 +84,17 @@ def test_wrong_query():
     (query, *rest), options = arguments()
     with pytest.raises(KernelArgumentError, match="query"):
         pa.rotate_and_write(query[:6], *rest, **options)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_no_gradient_is_lost_in_silence(place):
+    step, options = arguments()
+    followed = list(step)
+    followed[place] = step[place].clone().requires_grad_()
+    with pytest.raises(KernelArgumentError, match="gradient"):
+        pa.rotate_and_write(*followed, **options)
+    if place:
+        with pytest.raises(KernelArgumentError, match="gradient"):
+            pa.write_kv(*followed[1:])
+    with torch.no_grad():
+        pa.rotate_and_write(*followed, **options)

@@ -61,6 +61,7 @@ def w4a16_matmul(
     if x.device != weight.device:
         raise bad_argument("x", x.device, f"the weight's device, {weight.device}")
     if bias is not None:
+        check_no_grad("bias", bias)
         _check_added("bias", bias, (weight.n,), x)
     if residual is not None:
         check_no_grad("residual", residual)

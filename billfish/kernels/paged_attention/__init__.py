@@ -99,7 +99,7 @@ def write_kv(
     key, value: [T, HKV, D], last dimension contiguous (views of a merged QKV too). k_cache,
     v_cache: [num_blocks, block_size, HKV, D] of the same dtype, float32, bfloat16 or float16, last
     dimension contiguous. slot_mapping: int64 [T], block * block_size + offset, each slot at most
-    once; a token with a negative slot, -1 by convention, is skipped.
+    once; a token with a negative slot, -1 by convention, is skipped. There is no derivative.
 
     Raises KernelArgumentError: dtype, device, shape or stride is wrong; on a CPU also a slot
     outside the cache.
@@ -139,6 +139,7 @@ def rotate_and_write(
     if query.dim() != 3 or (query.shape[0], query.shape[2]) != (tokens, head_dim):
         raise bad_argument("query", tuple(query.shape), f"[{tokens}, H, {head_dim}]")
     check_like("query", query, "key", key)
+    check_no_grad("query", query)
     if query.stride(2) != 1:
         raise bad_argument("query", f"strides {query.stride()}", "a contiguous last dimension")
     _check_pair("positions and cos_sin", positions, cos_sin)
@@ -314,6 +315,8 @@ def _check_new(
     if value.shape != key.shape:
         raise bad_argument("value", tuple(value.shape), f"the shape of key, {tuple(key.shape)}")
     check_like("value", value, "key", key)
+    check_no_grad("key", key)
+    check_no_grad("value", value)
     if key.dim() != 3 or key.shape[1:] != k_cache.shape[2:]:
         raise bad_argument("key", tuple(key.shape), f"[T, *{tuple(k_cache.shape[2:])}]")
     if key.stride(2) != 1 or value.stride(2) != 1:

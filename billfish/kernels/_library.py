@@ -29,7 +29,8 @@ def register(
     cpu: Callable[..., Any],
     gpu: str | None = None,
 ) -> Callable[..., Any]:
-    """Define `billfish::<schema>` with one implementation a device; return what calls it.
+    """Define `billfish::<schema>` with one implementation a device; return what calls it, for
+    tensors that are all on the device of the first.
 
     gpu: the module whose function of the op's name is the implementation for a GPU. It is imported
     at the first call: a machine without a GPU needs no triton.

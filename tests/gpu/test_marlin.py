@@ -27,6 +27,14 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
+
+@pytest.fixture(autouse=True)
+def _inference():
+    """As models run: plain tensors then go past torch's dispatcher to the implementation."""
+    with torch.no_grad():
+        yield
+
+
 UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 OTHER = Gpu("a GPU without a table", 132)
 HALVES = (torch.float16, torch.bfloat16)

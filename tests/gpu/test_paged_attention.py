@@ -26,6 +26,14 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
+
+@pytest.fixture(autouse=True)
+def _inference():
+    """As models run: plain tensors then go past torch's dispatcher to the implementation."""
+    with torch.no_grad():
+        yield
+
+
 HUGE = 2**30
 UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
@@ -630,9 +638,11 @@ def test_copy_fan_out_and_self():
     assert torch.equal(cache, expected)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("pinned", [True, False])
-def test_swap_round_trip_from_another_stream(pinned):
+def test_swap_round_trip_from_another_stream(pinned, gradients):
     """Out, the block reused at once, and back: bit-exact, in order of the stream."""
+    torch.set_grad_enabled(gradients)  # until the end of the test: see _inference
     cache = torch.randn(4, 2, 200, 16, 8, 64, device="cuda").bfloat16()
     host = torch.zeros(4, 2, 90, 16, 8, 64, dtype=torch.bfloat16, pin_memory=pinned)
     before = cache.clone()

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from billfish.kernels import paged_attention as pa
 from billfish.kernels.paged_attention import AttentionMetadata, gpu, planner
 
 
@@ -93,3 +94,19 @@ def test_a_plan_without_requests_has_no_list_to_go_by(handed):
                 list(plan.workspace), 1,
             )  # fmt: skip
     assert [(o["plan"] is not None, o["overlap"]) for o in given] == [(False, False), (True, True)]
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("to_host", [False, True])
+def test_swaps_between_devices_are_not_for_the_cpu(monkeypatch, to_host, mode):
+    """Whichever cache comes first. A device that computes nothing stands for the GPU."""
+
+    def refuse(*arguments):
+        raise AssertionError("chosen by the first cache alone")
+
+    monkeypatch.setattr(pa, "_swap_blocks", refuse)
+    monkeypatch.setattr(pa, "check_activation", lambda name, tensor: None)
+    caches = [torch.zeros(1, 2, 4, 2, 1, 8, device=device) for device in ("cpu", "meta")]
+    with mode():
+        pa.swap_blocks(*(caches[::-1] if to_host else caches), torch.tensor([1]), torch.tensor([2]))
+    assert not caches[0].any()

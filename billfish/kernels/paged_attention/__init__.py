@@ -305,7 +305,10 @@ def swap_blocks(
     cpu_device = torch.device("cpu")
     _check_indices("src_blocks", src_blocks, torch.int64, None, cpu_device)
     _check_indices("dst_blocks", dst_blocks, torch.int64, src_blocks.shape[0], cpu_device)
-    _swap_blocks(src_cache, dst_cache, src_blocks, dst_blocks)
+    # What calls an operation goes by its first tensor; between two devices torch has to choose.
+    one_device = src_cache.device == dst_cache.device
+    swap = _swap_blocks if one_device else torch.ops.billfish.swap_blocks.default
+    swap(src_cache, dst_cache, src_blocks, dst_blocks)
 
 
 def _check_new(

@@ -10,6 +10,7 @@ Nothing here waits for the device, and all sizes are fixed when the plan is allo
 plan may be updated inside a captured CUDA graph.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -269,9 +270,11 @@ class DecodePlan:
         Returns the metadata with this plan in place of its like. The metadata must not change after
         that. Raises KernelArgumentError: more requests than the plan was allocated for.
         """
-        self.split(metadata.seq_lens.contiguous(), metadata.query_start.contiguous())
-        if metadata.max_query_len > self.max_query_len:
-            self._list_items(metadata)
+        device = self.workspace.borders.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self.split(metadata.seq_lens.contiguous(), metadata.query_start.contiguous())
+            if metadata.max_query_len > self.max_query_len:
+                self._list_items(metadata)
         # No count outlives a step that was broken off. Also, it puts a kernel between this plan
         # and the first decode kernel, which may read the plan before the one ahead has ended.
         self.workspace.arrivals.zero_()

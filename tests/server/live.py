@@ -36,13 +36,13 @@ class LiveServer:
         try:
             self.loop = asyncio.get_running_loop()
             self.engine: Any = self._make_engine()
-            self._server = Server(self.engine, self.settings)
+            self.uvicorn = Server(self.engine, self.settings)
             await self.engine.start()
         except BaseException as error:
             self._started.set_exception(error)
             raise
         self._started.set_result(None)
-        await self._server.serve(sockets=[self._listener])
+        await self.uvicorn.serve(sockets=[self._listener])
 
     def call(self, function: Callable[..., _T], *args: Any) -> _T:
         """function(*args) on the server's loop; a coroutine is awaited there."""
@@ -82,7 +82,7 @@ class LiveServer:
             time.sleep(0.01)
 
     def stop(self) -> None:
-        self._server.should_exit = True
+        self.uvicorn.should_exit = True
         self._thread.join(60)
         assert not self._thread.is_alive()
 

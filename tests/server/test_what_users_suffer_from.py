@@ -116,6 +116,10 @@ def test_when_the_client_goes_during_tokenization_nothing_is_started():
         client = begin(server, True)
         assert started.wait(30)
         client.close()
+        end = time.monotonic() + 30
+        while server.call(lambda: len(server.uvicorn.server_state.tasks)):  # until it has noticed
+            assert time.monotonic() < end
+            time.sleep(0.01)
         go.set()
         server.wait_idle()
         assert server.call(server.engine.stats).counters.steps == 0

@@ -436,9 +436,11 @@ class TestTrouble:
         expect(answers(page)).to_have_text(ENDLESS[:10].strip())  # nothing is lost
         expect(page.locator("#state-text")).to_have_text("Not running")
         expect(page.get_by_role("alert").first).to_contain_text("The engine has ended.")
+        expect(page.locator("#stale")).to_be_visible()
         endless.call(endless.engine.revive)
         expect(page.locator("#state-text")).to_have_text("Ready")
         expect(page.get_by_role("alert").first).to_be_hidden()
+        expect(page.locator("#stale")).to_be_hidden()
         endless.call(endless.engine.resume)
         page.get_by_role("button", name="Try again").click()
         expect(answers(page)).to_contain_text(ENDLESS.strip())

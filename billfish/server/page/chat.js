@@ -189,7 +189,8 @@ export class Chat {
     if (first !== null) facts.push(`first token after ${Math.round(first - began)} ms`);
     if (usage && sample === turn.samples[0]) {
       const seconds = (performance.now() - first) / 1000;
-      facts.push(`${usage.completion_tokens} tokens`);
+      const all = turn.samples.length > 1 ? " in all" : "";
+      facts.push(`${usage.completion_tokens} tokens${all}`);
       if (first !== null && seconds > 0.05) {
         facts.push(`${(usage.completion_tokens / seconds).toFixed(1)} tokens/s`);
       }

@@ -71,6 +71,7 @@ export class EnginePanel {
       this.#health(await json("health", { accept: [503] }).catch(() => null));
     } else {
       this.onState("lost", explain(error));
+      element("stale").hidden = false;
     }
   }
 
@@ -95,6 +96,7 @@ export class EnginePanel {
       say("about-model", `${model.architecture}, ${int4}${model.dtype}; at most ${count(model.max_model_len)} tokens a request, ${model.max_num_seqs} at once.`);
       say("blocks-about", `A square for each of ${count(model.num_blocks)}, of ${model.block_size} tokens.`);
     }
+    element("stale").hidden = engine !== null;
     if (!engine) return;
     const { counters } = engine;
     if (counters.steps < this.strip.last) this.strip.reset();

@@ -33,25 +33,31 @@ Quantize = Annotated[
     str | None, typer.Option(help="int4: round layers that are not INT4 while they are loaded.")
 ]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate for a prompt.")]
+
+
+def _sampling_option(text: str) -> Any:
+    return typer.Option(help=text, rich_help_panel="Sampling")
+
+
 # None stands for "not given": then the model file's own default counts, or else the command's.
-Temperature = Annotated[float | None, typer.Option(help="0 takes the most likely token each time.")]
+Temperature = Annotated[float | None, _sampling_option("0 takes the most likely token each time.")]
 TopP = Annotated[
-    float | None, typer.Option(help="Sample from the smallest set with this probability.")
+    float | None, _sampling_option("Sample from the smallest set with this probability.")
 ]
-TopK = Annotated[int | None, typer.Option(help="Sample from this many most likely tokens; 0: all.")]
+TopK = Annotated[int | None, _sampling_option("Sample from this many most likely tokens; 0: all.")]
 MinP = Annotated[
-    float | None, typer.Option(help="Drop tokens less likely than this share of the likeliest.")
+    float | None, _sampling_option("Drop tokens less likely than this share of the likeliest.")
 ]
 PresencePenalty = Annotated[
-    float, typer.Option(help="Taken off the logits of tokens generated before; -2 to 2.")
+    float, _sampling_option("Taken off the logits of tokens generated before; -2 to 2.")
 ]
 FrequencyPenalty = Annotated[
-    float, typer.Option(help="The same, once for each time they were generated.")
+    float, _sampling_option("The same, once for each time they were generated.")
 ]
 RepetitionPenalty = Annotated[
-    float, typer.Option(help="Above 1: tokens of prompt and text become less likely.")
+    float, _sampling_option("Above 1: tokens of prompt and text become less likely.")
 ]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+Seed = Annotated[int | None, _sampling_option("Makes sampling repeatable.")]
 # Bounds that NaN and infinity fail too.
 KVMemory = Annotated[
     float | None,

@@ -190,11 +190,7 @@ def command(
         Literal["debug", "info", "warning", "error"], typer.Option(help="The least that is logged.")
     ] = "info",
 ) -> None:
-    """Serve a model over an OpenAI-compatible HTTP API.
-
-    Every option may also come from the environment, as BILLFISH_ and its name (BILLFISH_PORT), or
-    from a TOML file (billfish --config FILE serve); the command line wins, then the environment.
-    """
+    """Serve a model over an OpenAI-compatible HTTP API, with a page for people at /."""
     from billfish.server.settings import ServerSettings
 
     settings = ServerSettings(

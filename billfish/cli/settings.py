@@ -16,11 +16,28 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from billfish.errors import ConfigError, shown
 
 CONTEXT = {"auto_envvar_prefix": "BILLFISH"}
 """context_settings of every command that takes options from elsewhere."""
+
+
+EPILOG = (
+    "Every option may also come from the environment, as BILLFISH_ and its name (BILLFISH_MODEL), "
+    "or from a TOML file (billfish --config FILE); the command line wins, then the environment."
+)
+
+
+class Command(TyperCommand):
+    """A command that takes options from elsewhere: its help says so once, not at every option."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "epilog": options.get("epilog") or EPILOG})
+        for parameter in self.params:
+            if hasattr(parameter, "show_envvar"):
+                parameter.show_envvar = False
 
 
 def from_file(

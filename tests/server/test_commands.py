@@ -130,7 +130,8 @@ class TestChat:
 COMMANDS = [
     (), ("serve",), ("chat",), ("generate",), ("demo",), ("env",), ("bench",), ("bench", "serve"),
     ("bench", "gemm"), ("bench", "tune"), ("bench", "attention"), ("bench", "throughput"),
-    ("bench", "engine"), ("bench", "step"),
+    ("bench", "engine"), ("bench", "step"), ("bench", "server"), ("bench", "quantize"),
+    ("quantize",),
 ]  # fmt: skip
 
 
@@ -141,3 +142,9 @@ def test_every_command_explains_itself(command, capsys):
     assert "usage" in done.output.lower()
     assert "--help" in done.output
     assert max(map(len, done.output.splitlines())) <= 100
+
+
+def test_help_says_once_that_options_come_from_elsewhere():
+    done = CliRunner().invoke(app, ["chat", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert "as BILLFISH_ and its name" in done.output
+    assert "[env var" not in done.output

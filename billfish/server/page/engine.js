@@ -128,7 +128,7 @@ export class EnginePanel {
     const [request, number] = id.split("\u0000");
     const several = number || all.includes(`${request}\u00001`);
     const base = request.replace(/-\d+$/, "");
-    const name = this.#own.has(base) ? "this chat" : base.slice(0, 24);
+    const name = this.#own.has(base) ? "this chat" : base.slice(0, 12);
     return several ? `${name} (sample ${Number(number ?? 0) + 1})` : name;
   }
 }

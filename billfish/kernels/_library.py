@@ -117,3 +117,12 @@ def check_like(name: str, tensor: torch.Tensor, other_name: str, other: torch.Te
         raise bad_argument(name, tensor.dtype, f"the dtype of {other_name}, {other.dtype}")
     if tensor.device != other.device:
         raise bad_argument(name, tensor.device, f"the device of {other_name}, {other.device}")
+
+
+def differentiate(
+    name: str, setup_context: Callable[..., None], backward: Callable[..., Any]
+) -> None:
+    """Give a registered operation its derivative, as `torch.library.register_autograd` takes it."""
+    _torch_library.register_autograd(
+        f"billfish::{name}", backward, setup_context=setup_context, lib=_LIBRARY
+    )

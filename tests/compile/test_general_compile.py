@@ -7,7 +7,16 @@ pytest.importorskip("triton")
 
 import triton
 
-from billfish.kernels.general import gpu, sample_gpu
+from billfish.kernels.general import (
+    compact_gpu,
+    gpu,
+    histogram_gpu,
+    reduce_gpu,
+    sample_gpu,
+    scan_gpu,
+    segment_reduce_gpu,
+    transpose_gpu,
+)
 from billfish.worker import step_inputs, step_inputs_gpu
 from tests.compile.offline import MachineCode, fake_device, machine_code
 
@@ -95,3 +104,94 @@ def test_step_inputs(monkeypatch, capability):
 
     code = compiled(monkeypatch, step_inputs_gpu, "_inputs_kernel", launch, capability)
     assert code.spill_bytes == 0
+
+
+def of_both(monkeypatch, module, name, launch) -> MachineCode:
+    """For both architectures; nothing may spill. Returns Hopper's."""
+    codes = [compiled(monkeypatch, module, name, launch, c) for c in ARCHITECTURES]
+    assert [code.spill_bytes for code in codes] == [0, 0]
+    return codes[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_scan(monkeypatch, dtype):
+    x = torch.empty(2, 1 << 20, dtype=dtype)
+    for deterministic in (False, True):
+        code = of_both(
+            monkeypatch, scan_gpu, "_scan_kernel",
+            lambda d=deterministic: scan_gpu.scan(x, False, "sum", d),
+        )  # fmt: skip
+        assert code.count("LDG.E.128") > 0
+        assert code.count("STG.E.128") > 0
+        # Tickets, and a state published by atomics; read as strong loads.
+        assert code.count("ATOMG") > 0
+        assert "STRONG" in code.sass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_reduce(monkeypatch, dtype):
+    whole, columns = torch.empty(1, 1 << 22, 1, dtype=dtype), torch.empty(4, 512, 512, dtype=dtype)
+    for x in (whole, columns):
+        for fused in (True, False):
+            code = of_both(
+                monkeypatch, reduce_gpu, "_reduce_kernel",
+                lambda x=x, f=fused: reduce_gpu.reduce(x, "sum", fused=f),
+            )  # fmt: skip
+            assert code.count("LDG.E.128") > 0
+            # Only the fused one counts programs in.
+            assert ("ATOMG" in code.sass) == fused
+    launch = lambda: reduce_gpu.reduce(whole, "sum", fused=False)  # noqa: E731
+    of_both(monkeypatch, reduce_gpu, "_finish_kernel", launch)
+
+
+def test_segment_reduce(monkeypatch):
+    x, offsets = torch.empty(1 << 20, dtype=torch.bfloat16), torch.zeros(100, dtype=torch.int64)
+    for balanced in (True, False):
+        launch = lambda b=balanced: segment_reduce_gpu.segment_reduce(  # noqa: E731
+            x, offsets, "sum", balanced=b
+        )
+        of_both(monkeypatch, segment_reduce_gpu, "_piece_kernel", launch)
+    launch = lambda: segment_reduce_gpu.segment_reduce(x, offsets, "max")  # noqa: E731
+    of_both(monkeypatch, segment_reduce_gpu, "_pieces_kernel", launch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
+def test_transpose(monkeypatch, dtype):
+    x = torch.empty(1, 4096, 4096, dtype=dtype)
+    codes = [
+        of_both(
+            monkeypatch, transpose_gpu, "_transpose_kernel",
+            lambda t=tiled: transpose_gpu.transpose_copy(x, tiled=t),
+        )
+        for tiled in (True, False)
+    ]  # fmt: skip
+    tiled, straight = codes
+    assert "LDS" in tiled.sass
+    assert "STS" in tiled.sass
+    assert tiled.count("LDG.E.128") > 0
+    assert tiled.count("STG.E.128") > 0
+    assert straight.count("STG.E.128") == 0
+
+
+@pytest.mark.parametrize("bins", [32, 2048])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.uint8])
+def test_histogram(monkeypatch, dtype, bins):
+    x = torch.empty(1 << 20, dtype=dtype)
+    for private in (True, False):
+        code = of_both(
+            monkeypatch, histogram_gpu, "_histogram_kernel",
+            lambda p=private: histogram_gpu.histogram(x, bins, 0.0, 1.0, private=p),
+        )  # fmt: skip
+        assert code.count("LDG.E.128") > 0 or dtype == torch.uint8
+        assert ("ATOMS" in code.sass) == private
+
+
+def test_compact(monkeypatch):
+    x, keep = torch.empty(1 << 20, dtype=torch.float32), torch.zeros(1 << 20, dtype=torch.bool)
+    launch = lambda: compact_gpu.compact(x, keep)  # noqa: E731
+    code = of_both(monkeypatch, compact_gpu, "_compact_kernel", launch)
+    assert code.count("LDG.E.128") > 0
+    apart = lambda: compact_gpu.compact(x, keep, fused=False)  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(compact_gpu, "scan", lambda *_: torch.empty(1, 1 << 20, dtype=torch.int64))
+        of_both(monkeypatch, compact_gpu, "_scatter_kernel", apart)

@@ -1,20 +1,64 @@
-"""The general kernels: normalization, rotary embedding, gated activation, each with its reference.
+"""The general kernels, each with its reference: what layers of a model need besides products and
+attention, in inference and in training, and parallel data processing.
 
 y, residual = general.rms_norm(x, weight, 1e-5, residual)
+running = general.scan(x, dim=-1, exclusive=False)
 """
 
+from billfish.kernels.general.adamw import AdamW, adamw_reference, adamw_step
+from billfish.kernels.general.compact import compact, compact_reference
+from billfish.kernels.general.cross_entropy import (
+    cross_entropy,
+    cross_entropy_reference,
+    linear_cross_entropy,
+)
 from billfish.kernels.general.gelu_mul import gelu_tanh_mul, gelu_tanh_mul_reference
+from billfish.kernels.general.histogram import histogram, histogram_reference
+from billfish.kernels.general.layer_norm import (
+    layer_norm,
+    layer_norm_reference,
+    norm_backward_reference,
+)
+from billfish.kernels.general.reduce import reduce, reduce_reference
 from billfish.kernels.general.rms_norm import rms_norm, rms_norm_reference
 from billfish.kernels.general.rotary import rotary_embedding, rotary_embedding_reference
+from billfish.kernels.general.scan import scan, scan_reference
+from billfish.kernels.general.segment_reduce import segment_reduce, segment_reduce_reference
 from billfish.kernels.general.silu_mul import silu_mul, silu_mul_reference
+from billfish.kernels.general.softmax import softmax, softmax_backward_reference, softmax_reference
+from billfish.kernels.general.transpose import transpose, transpose_reference
 
 __all__ = [
+    "AdamW",
+    "adamw_reference",
+    "adamw_step",
+    "compact",
+    "compact_reference",
+    "cross_entropy",
+    "cross_entropy_reference",
     "gelu_tanh_mul",
     "gelu_tanh_mul_reference",
+    "histogram",
+    "histogram_reference",
+    "layer_norm",
+    "layer_norm_reference",
+    "linear_cross_entropy",
+    "norm_backward_reference",
+    "reduce",
+    "reduce_reference",
     "rms_norm",
     "rms_norm_reference",
     "rotary_embedding",
     "rotary_embedding_reference",
+    "scan",
+    "scan_reference",
+    "segment_reduce",
+    "segment_reduce_reference",
     "silu_mul",
     "silu_mul_reference",
+    "softmax",
+    "softmax_backward_reference",
+    "softmax_reference",
+    "transpose",
+    "transpose_reference",
 ]

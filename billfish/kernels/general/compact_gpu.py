@@ -1,0 +1,67 @@
+"""Stream compaction on a GPU, in Triton; see `compact.py`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from billfish.kernels.general._triton import AGGREGATE, PREFIX, look_back, publish
+from billfish.kernels.general.gpu import _on
+from billfish.kernels.general.scan_gpu import scan
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@triton.jit
+def _compact_kernel(x, keep, out, count, state, ticket, n, x_step, BLOCK: tl.constexpr):
+    tile = tl.atomic_add(ticket, 1, sem="relaxed").to(tl.int32)
+    i = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    kept = tl.load(keep + i, mask=i < n, other=0) != 0
+    value = tl.load(x + i * x_step, mask=i < n, other=0)
+    ones = kept.to(tl.int32)
+    total = tl.sum(ones, 0)
+    before = tl.full((), 0, tl.int32)
+    if tile > 0:
+        publish(state, tile, total, AGGREGATE)
+        before = look_back(state, 0, tile, before, "sum", False)
+    publish(state, tile, before + total, PREFIX)
+    tl.store(out + before + tl.cumsum(ones, 0) - ones, value, mask=kept)
+    if (tile + 1).to(tl.int64) * BLOCK >= n:
+        tl.store(count, (before + total).to(tl.int64))
+
+
+@triton.jit
+def _scatter_kernel(x, keep, place, out, count, n, x_step, BLOCK: tl.constexpr):
+    """place: int64 [n], the inclusive scan of keep."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    kept = tl.load(keep + i, mask=i < n, other=0) != 0
+    value = tl.load(x + i * x_step, mask=i < n, other=0)
+    to = tl.load(place + i, mask=i < n, other=0)
+    tl.store(out + to - 1, value, mask=kept)
+    tl.store(count + i * 0, to, mask=i == n - 1)
+
+
+def compact(
+    x: Tensor, keep: Tensor, *, fused: bool = True, block: int = 2048
+) -> tuple[Tensor, Tensor]:
+    n = x.shape[0]
+    out = torch.zeros(n, dtype=x.dtype, device=x.device)
+    count = torch.zeros(1, dtype=torch.int64, device=x.device)
+    if not n:
+        return out, count
+    bits = _BITS[x.dtype.itemsize]
+    mask = keep.contiguous().view(torch.uint8)
+    tiles = triton.cdiv(n, block)
+    source = x.contiguous().view(bits)
+    with _on(x):
+        if fused:
+            state = torch.zeros(tiles + 1, dtype=torch.int64, device=x.device)
+            _compact_kernel[(tiles,)](
+                source, mask, out.view(bits), count, state, state[-1:], n, 1, BLOCK=block
+            )
+        else:
+            place = scan(mask.view(1, -1), False, "sum", False)
+            _scatter_kernel[(tiles,)](
+                source, mask, place, out.view(bits), count, n, 1, BLOCK=block
+            )  # fmt: skip
+    return out, count

@@ -1,0 +1,251 @@
+"""Cross-entropy of logits, and fused with the linear layer that makes them.
+
+Of a row of logits, the loss needs the logarithm of the sum of exponentials and one logit; torch's
+operators write all logarithms of probabilities and read them again. Here a row is read once,
+maximum and sum together (the online sum of `softmax.py`), and nothing as long as the row is written
+before the backward pass, which writes softmax - one_hot.
+
+With a large vocabulary, the logits are the largest thing in training: 8192 tokens of 128256 logits
+in bfloat16 are 2 GB, and their gradient as much again. The loss is a sum over tokens, so
+`linear_cross_entropy` takes some rows at a time: their logits, their loss, then the gradient of the
+logits in their place, and from it at once the gradients of x and weight. Memory is a chunk's,
+whatever the number of tokens (the idea of Liger-Kernel: Hsu et al., 2024, arXiv:2410.10989).
+
+The technique's switch: `chunk` as large as x has rows.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from billfish.kernels._library import (
+    bad_argument,
+    check_activation,
+    check_like,
+    differentiate,
+    register,
+)
+from billfish.kernels.general._arguments import check_same_device
+
+_GPU = "billfish.kernels.general.cross_entropy_gpu"
+
+
+def cross_entropy_reference(logits: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
+    """The loss of each row; 0 where it is ignored."""
+    picked = logits.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1)
+    loss = torch.logsumexp(logits, 1) - picked
+    return torch.where(target == ignore_index, 0.0, loss)
+
+
+def _cpu(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    total = torch.logsumexp(logits.float(), 1)
+    kept = target != ignore_index
+    picked = logits.gather(1, torch.where(kept, target, 0).unsqueeze(1)).squeeze(1)
+    return torch.where(kept, total - picked.float(), 0.0), total
+
+
+def _fake(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    rows = logits.new_empty((logits.shape[0],), dtype=torch.float32)
+    return rows, torch.empty_like(rows)
+
+
+def _backward_cpu(
+    dloss: Tensor, logits: Tensor, total: Tensor, target: Tensor, ignore_index: int
+) -> Tensor:
+    kept = target != ignore_index
+    grad = (logits.float() - total.unsqueeze(1)).exp_()
+    grad.scatter_add_(
+        1, torch.where(kept, target, 0).unsqueeze(1), torch.full_like(grad[:, :1], -1.0)
+    )
+    # Not a product with 0: the logits of an ignored row may be anything.
+    grad = torch.where(kept.unsqueeze(1), grad * dloss.unsqueeze(1), 0.0)
+    return grad.to(logits.dtype)
+
+
+def _backward_fake(
+    dloss: Tensor, logits: Tensor, total: Tensor, target: Tensor, ignore_index: int
+) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+_cross_entropy: Callable[..., tuple[Tensor, Tensor]] = register(
+    "cross_entropy(Tensor logits, Tensor target, int ignore_index) -> (Tensor, Tensor)",
+    fake=_fake,
+    cpu=_cpu,
+    gpu=_GPU,
+)
+_cross_entropy_backward: Callable[..., Tensor] = register(
+    "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor total, Tensor target,"
+    " int ignore_index) -> Tensor",
+    fake=_backward_fake,
+    cpu=_backward_cpu,
+    gpu=_GPU,
+)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, target, ctx.ignore_index = inputs
+    ctx.save_for_backward(logits, output[1], target)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    logits, total, target = ctx.saved_tensors
+    return (
+        _cross_entropy_backward(dloss, logits, total, target, ctx.ignore_index),
+        None,
+        None,
+    )
+
+
+differentiate("cross_entropy", _save, _backward)
+
+
+def in_chunks(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    scale: Tensor,
+    chunk: int,
+    gradients: bool,
+    step: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, gradients of x and of weight), the loss and gradients times scale.
+
+    step: (logits, target, scale) to the loss of each row, the logits' gradient left in the logits.
+    """
+    loss = torch.zeros((), dtype=torch.float32, device=x.device)
+    dx = torch.empty(x.shape if gradients else 0, dtype=x.dtype, device=x.device)
+    # Sums over chunks are kept in float32: in half precision each would round.
+    dw = torch.zeros(weight.shape if gradients else 0, dtype=torch.float32, device=x.device)
+    for first in range(0, x.shape[0], chunk):
+        rows = x[first : first + chunk]
+        logits = rows @ weight.t()
+        loss += step(logits, target[first : first + chunk], scale).sum()
+        if gradients:
+            torch.mm(logits, weight, out=dx[first : first + chunk])
+            dw += logits.t() @ rows
+    return loss * scale, dx, dw.to(weight.dtype)
+
+
+def _step_cpu(ignore_index: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def step(logits: Tensor, target: Tensor, scale: Tensor) -> Tensor:
+        loss, total = _cpu(logits, target, ignore_index)
+        each = scale.expand(len(target))
+        logits.copy_(_backward_cpu(each, logits, total, target, ignore_index))
+        return loss
+
+    return step
+
+
+def _scale(target: Tensor, ignore_index: int) -> Tensor:
+    return 1.0 / (target != ignore_index).sum().float()
+
+
+def _linear_cpu(
+    x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, chunk: int, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    scale = _scale(target, ignore_index)
+    return in_chunks(x, weight, target, scale, chunk, gradients, _step_cpu(ignore_index))
+
+
+def _linear_fake(
+    x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, chunk: int, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty((), dtype=torch.float32),
+        x.new_empty(x.shape if gradients else (0,)),
+        weight.new_empty(weight.shape if gradients else (0,)),
+    )
+
+
+_linear_cross_entropy: Callable[..., tuple[Tensor, Tensor, Tensor]] = register(
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, int ignore_index, int chunk,"
+    " bool gradients) -> (Tensor, Tensor, Tensor)",
+    fake=_linear_fake,
+    cpu=_linear_cpu,
+    gpu=_GPU,
+)
+
+
+def _linear_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(output[1], output[2])
+    ctx.mark_non_differentiable(output[1], output[2])
+
+
+def _linear_backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    dx, dw = ctx.saved_tensors
+    return dx * dloss.to(dx.dtype), dw * dloss.to(dw.dtype), None, None, None, None
+
+
+differentiate("linear_cross_entropy", _linear_save, _linear_backward)
+
+
+def _check_target(target: Tensor, rows: int, classes: int, ignore_index: int) -> None:
+    if target.dtype != torch.int64 or target.shape != (rows,):
+        raise bad_argument("target", f"{target.dtype} {tuple(target.shape)}", f"int64 ({rows},)")
+    if target.is_cpu and not torch.compiler.is_compiling() and type(target) is Tensor:
+        wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
+        if bool(wrong.any()):
+            got = target[wrong][0].item()
+            raise bad_argument("target", got, f"0 to {classes - 1}, or {ignore_index}")
+
+
+def cross_entropy(
+    logits: Tensor, target: Tensor, ignore_index: int = -100, reduction: str = "mean"
+) -> Tensor:
+    """-log(softmax(logits)[target]), a float32 scalar, or [N] without reduction.
+
+    logits: [N, V] float32, bfloat16 or float16, any strides; target: int64 [N], each 0 to V - 1 or
+    ignore_index, for which the loss is 0. reduction: "mean" (of those not ignored: NaN if all are),
+    "sum" or "none". In float32 inside; the gradient is rounded once to the logits' dtype.
+    Differentiable once.
+
+    Deterministic, forward and backward.
+
+    Raises KernelArgumentError: dtype, device, shape or reduction is wrong, and, on a CPU only (a
+    GPU's would have to be waited for, and gives NaN), a target out of range.
+    """
+    check_activation("logits", logits)
+    if logits.dim() != 2 or not logits.shape[1]:
+        raise bad_argument("logits", tuple(logits.shape), "[N, V]")
+    if reduction not in ("mean", "sum", "none"):
+        raise bad_argument("reduction", repr(reduction), "mean, sum or none")
+    check_same_device("target", target, "logits", logits)
+    _check_target(target, *logits.shape, ignore_index)
+    loss, _ = _cross_entropy(logits, target, ignore_index)
+    if reduction == "none":
+        return loss
+    total = loss.sum()
+    return total if reduction == "sum" else total * _scale(target, ignore_index)
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = -100, chunk: int = 1024
+) -> Tensor:
+    """cross_entropy(x @ weight.T, target), the mean, with the logits of `chunk` rows at a time.
+
+    x: [N, D], weight: [V, D] of the same dtype, float32, bfloat16 or float16; target: int64 [N] as
+    for `cross_entropy`. Besides the gradients (one of the weight in float32 too), memory is for
+    chunk * V logits. Where a gradient is wanted it is computed in the forward pass, together with
+    the loss; differentiable once. Returns a float32 scalar.
+
+    Deterministic as far as torch's matmul is.
+
+    Raises KernelArgumentError: dtype, device, shape or chunk is wrong, or, on a CPU, a target out
+    of range.
+    """
+    check_activation("x", x)
+    if x.dim() != 2:
+        raise bad_argument("x", tuple(x.shape), "[N, D]")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[1] or not weight.shape[0]:
+        raise bad_argument("weight", tuple(weight.shape), f"[V, {x.shape[1]}]")
+    check_like("weight", weight, "x", x)
+    check_same_device("target", target, "x", x)
+    if not isinstance(chunk, int) or chunk < 1:
+        raise bad_argument("chunk", chunk, "1 or more rows")
+    _check_target(target, x.shape[0], weight.shape[0], ignore_index)
+    wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return _linear_cross_entropy(x, weight, target, ignore_index, chunk, wanted)[0]

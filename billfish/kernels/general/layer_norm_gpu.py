@@ -1,0 +1,109 @@
+"""Layer norm, and derivatives of it and of RMSNorm, on a GPU, in Triton; see `layer_norm.py`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from billfish.kernels.general.gpu import _on, _rows
+from billfish.kernels.general.reduce_gpu import reduce
+
+PROGRAMS = 512
+"""Runs of rows, at most, each with a sum of the weights' gradient: the same on all GPUs."""
+
+
+@triton.jit
+def _layer_norm_kernel(
+    x, weight, bias, out, x_stride, eps, BIAS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    inside = d < D
+    value = tl.load(x + row * x_stride + d, mask=inside, other=0.0).to(tl.float32)
+    # The variance of what is centred: mean(x^2) - mean^2 would cancel.
+    centred = tl.where(inside, value - tl.sum(value, 0) / D, 0.0)
+    inverse = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / D + eps)
+    result = centred * inverse * tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        result += tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * D + d, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_backward_kernel(
+    dy, x, weight, dx, dw, db, rows, run, dy_stride, x_stride, eps,
+    CENTRE: tl.constexpr, INPUT: tl.constexpr, WEIGHTS: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program p: rows p * run to (p + 1) * run - 1. dw, db: float32 [programs, D]."""
+    program = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    inside = d < D
+    scale = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
+    of_weight = tl.zeros([BLOCK], tl.float32)
+    of_bias = tl.zeros([BLOCK], tl.float32)
+    for row in range(program * run, tl.minimum((program + 1) * run, rows)):
+        value = tl.load(x + row * x_stride + d, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(dy + row * dy_stride + d, mask=inside, other=0.0).to(tl.float32)
+        if CENTRE:
+            value = tl.where(inside, value - tl.sum(value, 0) / D, 0.0)
+        inverse = 1.0 / tl.sqrt(tl.sum(value * value, 0) / D + eps)
+        unit = value * inverse
+        if INPUT:
+            g = grad * scale
+            result = g - unit * (tl.sum(g * unit, 0) / D)
+            if CENTRE:
+                result -= tl.sum(g, 0) / D
+            result *= inverse
+            tl.store(dx + row * D + d, result.to(dx.dtype.element_ty), mask=inside)
+        if WEIGHTS:
+            of_weight += grad * unit
+            if CENTRE:
+                of_bias += grad
+    if WEIGHTS:
+        tl.store(dw + program * D + d, of_weight, mask=inside)
+        if CENTRE:
+            tl.store(db + program * D + d, of_bias, mask=inside)
+
+
+def _warps(block: int) -> int:
+    return min(16, max(1, block // 512))
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    rows, size = _rows(x), x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if rows.shape[0]:
+        block = triton.next_power_of_2(size)
+        with _on(x):
+            _layer_norm_kernel[(rows.shape[0],)](
+                rows, weight.contiguous(), weight if bias is None else bias.contiguous(), out,
+                rows.stride(0), eps, BIAS=bias is not None, D=size, BLOCK=block,
+                num_warps=_warps(block),
+            )  # fmt: skip
+    return out
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, centre: bool, *, fused: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dy, x: [rows, D]. centre: of layer norm; else of RMSNorm, and the bias's gradient is 0."""
+    grads, values = _rows(dy), _rows(x)
+    rows, size = x.shape
+    dx = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    run = max(1, triton.cdiv(rows, PROGRAMS))
+    programs = triton.cdiv(rows, run)
+    shape = (1, programs, size)
+    dw = torch.empty(shape, dtype=torch.float32, device=x.device)
+    db = torch.empty_like(dw) if centre else torch.zeros(1, 1, size, device=x.device)
+    block = triton.next_power_of_2(size)
+    if rows:
+        with _on(x):
+            for of_x, of_weights in [(True, True)] if fused else [(True, False), (False, True)]:
+                _norm_backward_kernel[(programs,)](
+                    grads, values, weight.contiguous(), dx, dw, db, rows, run, grads.stride(0),
+                    values.stride(0), eps, CENTRE=centre, INPUT=of_x, WEIGHTS=of_weights,
+                    D=size, BLOCK=block, num_warps=_warps(block),
+                )  # fmt: skip
+    total_w, total_b = (reduce(part, "sum").view(size).to(weight.dtype) for part in (dw, db))
+    return dx, total_w, total_b

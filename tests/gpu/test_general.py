@@ -1,0 +1,175 @@
+"""The general kernels on a GPU, against the CPU's; runs of programs in parallel, many times over.
+
+What no interpreter can show is here: look-back among programs that run at once, parts that meet by
+atomics, and whether the bits are the same from run to run where that is promised.
+"""
+
+import pytest
+import torch
+
+from billfish.kernels import general
+from billfish.kernels.general import (
+    compact_gpu,
+    histogram_gpu,
+    reduce_gpu,
+    scan_gpu,
+    segment_reduce_gpu,
+    transpose_gpu,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+SIZES = (0, 1, 31, 4095, 4096, 4097, 100_003, 10_000_019)
+TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
+         torch.int8, torch.uint8)  # fmt: skip
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    rng = torch.Generator("cuda").manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(*shape, generator=rng, device="cuda").to(dtype)
+    low = 0 if dtype == torch.uint8 else -100
+    return torch.randint(low, 100, shape, generator=rng, dtype=dtype, device="cuda")
+
+
+def close(got, want, spread):
+    """spread: the magnitude of what was added, over which rounding errors are measured."""
+    if not got.dtype.is_floating_point:
+        assert torch.equal(got, want)
+        return
+    unit = {torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 2.0**-8,
+            torch.float16: 2.0**-11}[got.dtype]  # fmt: skip
+    bound = unit * want.abs() + (1e-14 if got.dtype == torch.float64 else 3e-6) * spread + 1e-6
+    assert bool(((got.double() - want).abs() <= bound).all())
+
+
+def exact(x):
+    return x.double() if x.dtype.is_floating_point else x.long()
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_scan(dtype, n):
+    x = draw(1 if n > 10**6 else 3, n, dtype=dtype) / (64 if dtype == torch.float16 else 1)
+    x = x.to(dtype)
+    want = exact(x).cumsum(1)
+    for deterministic in (False, True):
+        got = scan_gpu.scan(x, False, "sum", deterministic)
+        close(got, want, max(n, 1) ** 0.5)
+        before = scan_gpu.scan(x, True, "sum", deterministic)
+        close(before[:, 1:], want[:, :-1], max(n, 1) ** 0.5)
+        assert not before[:, :1].any()
+    if n:
+        assert torch.equal(scan_gpu.scan(x, False, "max", False), x.cummax(1).values)
+
+
+@pytest.mark.sanitize
+def test_scan_of_a_few_tiles():
+    x = draw(2, 300, dtype=torch.int32)
+    assert torch.equal(scan_gpu.scan(x, False, "sum", False, block=128), x.cumsum(1))
+
+
+def test_scan_a_hundred_times():
+    """Tiles so small that thousands look back at once: integers always come out the same."""
+    x = draw(1, 2_000_003, dtype=torch.int64)
+    want = x.cumsum(1)
+    for _ in range(100):
+        assert torch.equal(scan_gpu.scan(x, False, "sum", False, block=128), want)
+    small = x.to(torch.int32)
+    for _ in range(100):
+        got = scan_gpu.scan(small, False, "max", False, block=128)
+        assert torch.equal(got, small.cummax(1).values)
+
+
+def test_scan_deterministic():
+    x = draw(1, 3_000_001)
+    first = general.scan(x, deterministic=True)
+    for _ in range(20):
+        assert torch.equal(general.scan(x, deterministic=True), first)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_reduce(dtype, n):
+    x = draw(n, dtype=dtype)
+    whole = x.view(1, n, 1)
+    first = reduce_gpu.reduce(whole, "sum")
+    close(first.view(()), exact(x).sum(), max(n, 1) ** 0.5)
+    for fused in (True, False):
+        for _ in range(10):
+            assert torch.equal(reduce_gpu.reduce(whole, "sum", fused=fused), first)
+    if n:
+        assert torch.equal(general.reduce(x, op="min"), x.min())
+
+
+@pytest.mark.parametrize("shape", [(1000, 1000), (7, 100_000), (100_000, 7), (3, 5000, 65)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_reduce_a_dimension(shape, dim):
+    x = draw(*shape)
+    close(general.reduce(x, dim), x.double().sum(dim), shape[dim] ** 0.5)
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_segment_reduce(dtype, balanced):
+    lengths = torch.cat((torch.full((500,), 3), torch.tensor([1_000_000, 0, 0, 8192, 8193, 1])))
+    offsets = torch.cat((torch.zeros(1), lengths.cumsum(0))).long()
+    x = draw(int(offsets[-1]), dtype=dtype)
+    want = general.segment_reduce_reference(exact(x), offsets)
+    for kind in (torch.int32, torch.int64):
+        bounds = offsets.to("cuda", kind)
+        got = segment_reduce_gpu.segment_reduce(x, bounds, "sum", balanced=balanced)
+        close(got, want, 1000.0)
+        again = segment_reduce_gpu.segment_reduce(x, bounds, "sum", balanced=balanced)
+        assert torch.equal(got, again)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (4096, 4096), (4097, 4095), (3, 100_000), (70_000, 2, 3)]
+)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
+def test_transpose(shape, dtype):
+    x = draw(*shape).to(dtype)
+    want = x.mT.contiguous()
+    assert torch.equal(general.transpose(x), want)
+    whole = x.view(-1, *x.shape[-2:])
+    assert torch.equal(transpose_gpu.transpose_copy(whole, tiled=False).view(want.shape), want)
+
+
+@pytest.mark.parametrize("bins", [1, 32, 100, 256, 4096, 100_000])
+@pytest.mark.parametrize("skewed", [False, True])
+def test_histogram(bins, skewed):
+    x = torch.randint(-5, bins + 5, (5_000_011,), device="cuda")
+    if skewed:
+        x[1000:] = bins // 2
+    want = torch.bincount(x[(x >= 0) & (x < bins)], minlength=bins)
+    for private in (True, False):
+        got = histogram_gpu.histogram(x, bins, 0.0, 1.0, private=private)
+        assert torch.equal(got, want)
+
+
+def test_histogram_of_floats():
+    x = draw(1_000_003)
+    got = general.histogram(x, 200, -2.0, 2.0)
+    assert torch.equal(got.cpu(), general.histogram(x.cpu(), 200, -2.0, 2.0))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.int64])
+def test_compact(dtype, n):
+    x = draw(n, dtype=dtype)
+    for keep in (draw(n, seed=1) > 0, draw(n) > 9, draw(n) < 9):
+        for fused in (True, False):
+            out, count = compact_gpu.compact(x, keep, fused=fused)
+            assert torch.equal(out[: count.item()], x[keep])
+            assert not out[count.item() :].any()
+
+
+def test_views_are_read_where_they_lie():
+    x = draw(64, 3000)[::2, 5:2900:3]
+    close(general.scan(x, 1), x.double().cumsum(1), 100.0)
+    close(general.reduce(x, 1), x.double().sum(1), 100.0)
+    assert torch.equal(general.transpose(x), x.mT)

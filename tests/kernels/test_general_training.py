@@ -1,0 +1,281 @@
+"""Kernels of training on the CPU: against float64, by autograd, and as torch sees them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.library import opcheck
+from torch.nn import functional
+
+from billfish.errors import KernelArgumentError
+from billfish.kernels import general
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(got, want, slack=1e-5):
+    unit = ROUNDING[got.dtype]
+    torch.testing.assert_close(got.double(), want.double(), rtol=2 * unit, atol=slack + unit / 8)
+
+
+def gradients(function, inputs, dy=None):
+    """(result, gradients) of leaves made of the inputs."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    out.backward(torch.ones_like(out) if dy is None else dy.to(out.dtype))
+    return out.detach(), [leaf.grad for leaf in leaves]
+
+
+def same_gradients(function, reference, inputs, dy=None, slack=1e-5):
+    out, grads = gradients(function, inputs, dy)
+    want, wanted = gradients(reference, [x.double() for x in inputs], dy)
+    close(out, want, slack)
+    for grad, exact, x in zip(grads, wanted, inputs, strict=True):
+        assert grad.dtype == x.dtype
+        close(grad, exact, slack)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (0, 8), (7, 33), (2, 3, 64), (5,)])
+def test_layer_norm(dtype, shape):
+    x, dy = draw(*shape, dtype=dtype) + 3, draw(*shape, dtype=dtype, seed=1)
+    weight, bias = draw(shape[-1], dtype=dtype, seed=2), draw(shape[-1], dtype=dtype, seed=3)
+    slack = 1e-4 if dtype == torch.float32 else 4e-2 if dtype == torch.bfloat16 else 1e-2
+    eps = 1e-2
+    same_gradients(
+        lambda x, w, b: general.layer_norm(x, w, b, eps),
+        lambda x, w, b: general.layer_norm_reference(x, w, b, eps), (x, weight, bias), dy, slack,
+    )  # fmt: skip
+    same_gradients(
+        lambda x, w: general.layer_norm(x, w, None, eps),
+        lambda x, w: general.layer_norm_reference(x, w, None, eps), (x, weight), dy, slack,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (0, 8), (7, 33), (2, 3, 64)])
+def test_rms_norm_has_a_derivative(dtype, shape):
+    x, dy = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype, seed=1)
+    weight = draw(shape[-1], dtype=dtype, seed=2)
+    same_gradients(
+        lambda x, w: general.rms_norm(x, w, 1e-3),
+        lambda x, w: general.rms_norm_reference(x, w, 1e-3), (x, weight), dy, 1e-4,
+    )  # fmt: skip
+
+
+def test_rms_norm_of_a_sum_has_a_derivative():
+    def ours(x, residual, weight):
+        out, total = general.rms_norm(x, weight, 1e-5, residual)
+        return out * 2 + total * 3
+
+    def theirs(x, residual, weight):
+        total = x + residual
+        return general.rms_norm_reference(total, weight, 1e-5) * 2 + total * 3
+
+    same_gradients(ours, theirs, (draw(4, 16), draw(4, 16, seed=1), draw(16, seed=2)), draw(4, 16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "dim"), [((1,), 0), ((3, 1), 1), ((0, 4), -1), ((4, 0), 1),
+                                            ((5, 70), -1), ((3, 17, 2), 1)])  # fmt: skip
+def test_softmax(dtype, shape, dim):
+    x, dy = 3 * draw(*shape, dtype=dtype), draw(*shape, dtype=dtype, seed=1)
+    same_gradients(
+        lambda x: general.softmax(x, dim),
+        lambda x: general.softmax_reference(x.movedim(dim, -1)).movedim(-1, dim)
+        if x.numel() else x * 1.0,
+        (x,), dy, 2e-3 if dtype != torch.float32 else 1e-6,
+    )  # fmt: skip
+    assert general.softmax(x, dim).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (6, 50), (5, 3)])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy(dtype, shape, reduction):
+    logits = 3 * draw(*shape, dtype=dtype)
+    target = torch.arange(shape[0]) % shape[1]
+    target[1:2] = -100
+    same_gradients(
+        lambda x: general.cross_entropy(x, target, reduction=reduction),
+        lambda x: functional.cross_entropy(x, target, reduction=reduction), (logits,), None, 1e-5,
+    )  # fmt: skip
+    exact = general.cross_entropy_reference(logits.double(), target)
+    close(general.cross_entropy(logits, target, reduction="none"), exact)
+
+
+def test_cross_entropy_of_none():
+    assert general.cross_entropy(draw(0, 4), torch.zeros(0, dtype=torch.int64)).isnan()
+    ignored = torch.full((3,), -100)
+    assert general.cross_entropy(draw(3, 4), ignored).isnan()
+    assert general.cross_entropy(draw(3, 4) * torch.nan, ignored, reduction="sum") == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_linear_cross_entropy(dtype, chunk):
+    x, weight = draw(11, 16, dtype=dtype), draw(40, 16, dtype=dtype, seed=1)
+    target = torch.arange(11)
+    target[3] = -100
+    same_gradients(
+        lambda x, w: 2 * general.linear_cross_entropy(x, w, target, chunk=chunk),
+        lambda x, w: 2 * functional.cross_entropy(x @ w.t(), target), (x, weight), None,
+        {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype],
+    )  # fmt: skip
+
+
+def test_linear_cross_entropy_memory_is_a_chunk(monkeypatch):
+    """No tensor with as many elements as all logits is ever made."""
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for tensor in torch.utils._pytree.tree_leaves(out):
+                if isinstance(tensor, torch.Tensor):
+                    self.size = max(self.size, tensor.numel())
+            return out
+
+    x, weight = draw(256, 8).requires_grad_(), draw(100, 8).requires_grad_()
+    target = torch.arange(256) % 100
+    with Largest() as largest:
+        general.linear_cross_entropy(x, weight, target, chunk=16).backward()
+    assert largest.size == 256 * 8  # x, more than 16 * 100 logits
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [0, 1, 1001])
+def test_adamw(dtype, size):
+    param, moments = draw(size, dtype=dtype), [torch.zeros(size), torch.zeros(size)]
+    exact = [x.double() for x in (param, *moments)]
+    for step in range(1, 4):
+        grad = draw(size, dtype=dtype, seed=step)
+        exact[0] = param.double()  # each step rounds
+        exact = list(
+            general.adamw_reference(
+                exact[0], grad.double(), *exact[1:], step, 0.1, (0.9, 0.99), 1e-8, 0.1
+            )
+        )
+        general.adamw_step(param, grad, *moments, step, 0.1, (0.9, 0.99), 1e-8, 0.1)
+        close(param, exact[0])
+        close(moments[0], exact[1])
+        close(moments[1], exact[2])
+
+
+class Block(nn.Module):
+    """A language model of one transformer block; `ours` says whose operations it uses."""
+
+    def __init__(self, ours, vocabulary=31, width=16, heads=2):
+        super().__init__()
+        self.ours, self.heads = ours, heads
+        self.embed = nn.Embedding(vocabulary, width)
+        self.norms = nn.ParameterList([torch.ones(width) for _ in range(3)])
+        self.biases = nn.ParameterList([torch.zeros(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, tokens, target):
+        ours = self.ours
+        x = self.embed(tokens)
+        batch, length, width = x.shape
+        rms = general.rms_norm if ours else lambda x, w, e: functional.rms_norm(x, w.shape, w, e)
+        q, k, v = (
+            part.view(batch, length, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(rms(x, self.norms[0], 1e-5)).chunk(3, -1)
+        )
+        scores = q @ k.transpose(2, 3) / (width // self.heads) ** 0.5
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+        weights = general.softmax(scores) if ours else scores.softmax(-1)
+        attended = self.out((weights @ v).transpose(1, 2).reshape(batch, length, width))
+        if ours:
+            h, x = general.rms_norm(attended, self.norms[1], 1e-5, x)
+        else:
+            x = attended + x
+            h = rms(x, self.norms[1], 1e-5)
+        x = x + self.down(functional.gelu(self.up(h)))
+        if ours:
+            x = general.layer_norm(x, self.norms[2], self.biases[0])
+            flat = x.reshape(-1, width)
+            return general.linear_cross_entropy(flat, self.embed.weight, target.flatten(), chunk=20)
+        x = functional.layer_norm(x, (width,), self.norms[2], self.biases[0])
+        logits = x @ self.embed.weight.t()
+        return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def test_a_transformer_trains_to_the_same_loss_curve():
+    rng = torch.Generator().manual_seed(5)
+    text = torch.randint(0, 31, (4, 13), generator=rng)
+    torch.manual_seed(3)
+    theirs = Block(ours=False)
+    ours = Block(ours=True)
+    ours.load_state_dict(theirs.state_dict())
+    options = {"lr": 1e-2, "weight_decay": 0.05}
+    curves = []
+    for model, optimizer in (
+        (theirs, torch.optim.AdamW(theirs.parameters(), **options)),
+        (ours, general.AdamW(ours.parameters(), **options)),
+    ):
+        curve = []
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss = model(text[:, :-1], text[:, 1:])
+            loss.backward()
+            optimizer.step()
+            curve.append(loss.item())
+        curves.append(torch.tensor(curve))
+    assert curves[0][-1] < 0.3 * curves[0][0]
+    torch.testing.assert_close(curves[1], curves[0], rtol=1e-3, atol=1e-3)
+
+
+ONE = torch.zeros(3, dtype=torch.int64)
+BAD = {
+    "layer norm weight": lambda: general.layer_norm(draw(3, 4), draw(3)),
+    "layer norm dtype": lambda: general.layer_norm(draw(3, 4), draw(4).half()),
+    "layer norm eps": lambda: general.layer_norm(draw(3, 4), draw(4), eps=-1.0),
+    "layer norm bias": lambda: general.layer_norm(draw(3, 4), draw(4), draw(1)),
+    "softmax integers": lambda: general.softmax(ONE),
+    "softmax dim": lambda: general.softmax(draw(3), 1),
+    "cross entropy shape": lambda: general.cross_entropy(draw(3), ONE),
+    "cross entropy rows": lambda: general.cross_entropy(draw(4, 3), ONE),
+    "cross entropy target": lambda: general.cross_entropy(draw(3, 3), ONE + 3),
+    "cross entropy reduction": lambda: general.cross_entropy(draw(3, 3), ONE, reduction="max"),
+    "linear weight": lambda: general.linear_cross_entropy(draw(3, 3), draw(3, 4), ONE),
+    "linear chunk": lambda: general.linear_cross_entropy(draw(3, 3), draw(3, 3), ONE, chunk=0),
+    "adamw moments": lambda: general.adamw_step(draw(3), draw(3), draw(3), draw(3).double(), 1),
+    "adamw shape": lambda: general.adamw_step(draw(3), draw(3), draw(3), draw(4), 1),
+    "adamw stride": lambda: general.adamw_step(draw(6)[::2], draw(3), draw(3), draw(3), 1),
+    "adamw step": lambda: general.adamw_step(draw(3), draw(3), draw(3), draw(3), 0),
+    "adamw beta": lambda: general.adamw_step(
+        draw(3), draw(3), draw(3), draw(3), 1, betas=(1.0, 0.9)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name):
+    with pytest.raises(KernelArgumentError):
+        BAD[name]()
+
+
+def test_operations_as_torch_sees_them():
+    ops = torch.ops.billfish
+    x, w = draw(3, 8).requires_grad_(), draw(8).requires_grad_()
+    for op, arguments in (
+        (ops.layer_norm, (x, w, draw(8).requires_grad_(), 1e-5)),
+        (ops.rms_norm, (x, w, 1e-5)),
+        (ops.add_rms_norm, (x, draw(3, 8).requires_grad_(), w, 1e-5)),
+        (ops.norm_backward, (draw(3, 8), draw(3, 8), draw(8), 1e-5, True)),
+        (ops.softmax, (x,)),
+        (ops.softmax_backward, (draw(3, 8), draw(3, 8))),
+        (ops.cross_entropy, (x, ONE, -100)),
+        (ops.cross_entropy_backward, (draw(3), draw(3, 8), draw(3), ONE, -100)),
+        (ops.linear_cross_entropy, (draw(3, 8), draw(5, 8), ONE, -100, 2, True)),
+        (ops.adamw_step, (draw(3), draw(3), draw(3), draw(3).abs(), 1, 0.1, 0.9, 0.9, 1e-8, 0.0)),
+    ):
+        opcheck(op.default, arguments)

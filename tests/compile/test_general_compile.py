@@ -8,13 +8,17 @@ pytest.importorskip("triton")
 import triton
 
 from billfish.kernels.general import (
+    adamw_gpu,
     compact_gpu,
+    cross_entropy_gpu,
     gpu,
     histogram_gpu,
+    layer_norm_gpu,
     reduce_gpu,
     sample_gpu,
     scan_gpu,
     segment_reduce_gpu,
+    softmax_gpu,
     transpose_gpu,
 )
 from billfish.worker import step_inputs, step_inputs_gpu
@@ -195,3 +199,60 @@ def test_compact(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(compact_gpu, "scan", lambda *_: torch.empty(1, 1 << 20, dtype=torch.int64))
         of_both(monkeypatch, compact_gpu, "_scatter_kernel", apart)
+
+
+@pytest.mark.parametrize("size", [4096, 8192])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms(monkeypatch, dtype, size):
+    x, weight = torch.empty(600, size, dtype=dtype), torch.empty(size, dtype=dtype)
+    launch = lambda: layer_norm_gpu.layer_norm(x, weight, weight, 1e-5)  # noqa: E731
+    code = of_both(monkeypatch, layer_norm_gpu, "_layer_norm_kernel", launch)
+    assert code.count("LDG.E.128") > 0
+    assert code.count("STG.E.128") > 0
+    monkeypatch.setattr(layer_norm_gpu, "reduce", lambda part, op: torch.empty(size))
+    for centre in (True, False):
+        code = of_both(
+            monkeypatch, layer_norm_gpu, "_norm_backward_kernel",
+            lambda c=centre: layer_norm_gpu.norm_backward(x, x, weight, 1e-5, c),
+        )  # fmt: skip
+        assert code.count("LDG.E.128") > 0
+        assert code.count("STG.E.128") > 0
+
+
+@pytest.mark.parametrize("size", [4096, 16384, 128256])
+def test_softmax(monkeypatch, size):
+    x = torch.empty(4, size, dtype=torch.bfloat16)
+    launch = lambda: softmax_gpu.softmax(x)  # noqa: E731
+    code = of_both(monkeypatch, softmax_gpu, "_softmax_kernel", launch)
+    assert code.count("LDG.E.128") > 0
+    launch = lambda: softmax_gpu.softmax_backward(x, x)  # noqa: E731
+    code = of_both(monkeypatch, softmax_gpu, "_softmax_backward_kernel", launch)
+    assert code.count("LDG.E.128") > 0
+
+
+def test_cross_entropy(monkeypatch):
+    logits = torch.empty(4, 128256, dtype=torch.bfloat16)
+    target, loss = torch.zeros(4, dtype=torch.int64), torch.zeros(4)
+    for name, launch in (
+        ("_loss_kernel", lambda: cross_entropy_gpu.cross_entropy(logits, target, -100)),
+        ("_backward_kernel", lambda: cross_entropy_gpu.cross_entropy_backward(
+            loss, logits, loss, target, -100)),
+        ("_loss_kernel", lambda: cross_entropy_gpu.linear_cross_entropy(
+            torch.zeros(4, 16), torch.zeros(4096, 16), target, -100, 4, True)),
+    ):  # fmt: skip
+        code = of_both(monkeypatch, cross_entropy_gpu, name, launch)
+        assert code.count("LDG.E.128") > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adamw(monkeypatch, dtype):
+    x, moment = torch.empty(1 << 20, dtype=dtype), torch.empty(1 << 20)
+    for fused in (True, False):
+        code = of_both(
+            monkeypatch, adamw_gpu, "_adamw_kernel",
+            lambda f=fused: adamw_gpu.adamw_step(
+                x, x, moment, moment, 1, 0.1, 0.9, 0.9, 1e-8, 0.1, fused=f
+            ),
+        )  # fmt: skip
+        assert code.count("LDG.E.128") > 0
+        assert code.count("STG.E.128") > 0

@@ -1,0 +1,142 @@
+"""The kernels of training, run in Triton's interpreter against float64.
+
+Run by test_general_training_triton.py in a process of its own. By hand:
+TRITON_INTERPRET=1 pytest tests/kernels/general_training_triton.py
+"""
+
+import pytest
+import torch
+
+from billfish.kernels import general
+from billfish.kernels.general import adamw_gpu, cross_entropy_gpu, layer_norm_gpu, softmax_gpu
+
+DTYPES = (torch.float32, torch.float16)
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(got, want, slack=1e-5):
+    unit = {torch.float32: 2e-6, torch.float16: 2.0**-11}[got.dtype]
+    torch.testing.assert_close(got.double(), want, rtol=unit, atol=slack, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (0, 8), (7, 33), (2, 3, 64)])
+def test_layer_norm(dtype, shape):
+    x = draw(*shape, dtype=dtype) + 3
+    weight, bias = draw(shape[-1], dtype=dtype, seed=2), draw(shape[-1], dtype=dtype, seed=3)
+    for b in (bias, None):
+        got = layer_norm_gpu.layer_norm(x, weight, b, 1e-2)
+        wide = None if b is None else b.double()
+        close(got, general.layer_norm_reference(x.double(), weight.double(), wide, 1e-2), 2e-5)
+
+
+def test_layer_norm_of_a_view_far_from_zero():
+    x = (draw(6, 100) + 1000)[::2, 10:74]
+    got = layer_norm_gpu.layer_norm(x, torch.ones(64), None, 1e-5)
+    want = general.layer_norm_reference(x.double(), torch.ones(64).double(), None, 1e-5)
+    close(got, want, 1e-3)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("centre", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_backward(monkeypatch, dtype, centre, fused):
+    monkeypatch.setattr(layer_norm_gpu, "PROGRAMS", 3)
+    for rows, size in ((0, 8), (1, 1), (3, 40), (8, 33)):
+        x, dy = draw(rows, size, dtype=dtype), draw(rows, size, dtype=dtype, seed=1)
+        weight = draw(size, dtype=dtype, seed=2)
+        got = layer_norm_gpu.norm_backward(dy, x, weight, 1e-2, centre, fused=fused)
+        want = general.norm_backward_reference(
+            dy.double(), x.double(), weight.double(), 1e-2, centre
+        )
+        for part, exact in zip(got[: 2 + centre], want, strict=False):
+            assert part.dtype == dtype
+            close(part, exact, 5e-5)
+        assert centre or not got[2].any()
+
+
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softmax(dtype, resident):
+    for rows, n in ((1, 1), (3, 70), (2, 256), (0, 5), (5, 0)):
+        x, dy = 5 * draw(rows, n, dtype=dtype), draw(rows, n, dtype=dtype, seed=1)
+        block = None if resident else 64
+        y = softmax_gpu.softmax(x, resident=resident, block=block)
+        close(y, torch.softmax(x.double(), -1), 1e-6)
+        got = softmax_gpu.softmax_backward(dy, y, resident=resident, block=block)
+        close(got, general.softmax_backward_reference(dy.double(), y.double()), 1e-6)
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_softmax_of_infinities(resident):
+    """Masked logits, more of them than a block holds; nothing but infinities; NaN; a view."""
+    x = draw(5, 400)[:, ::2].clone()
+    x[0, :130] = -torch.inf
+    x[1] = -torch.inf
+    x[2, 7] = torch.nan
+    x[3, 100:] = 3e38
+    want = torch.softmax(x.double(), -1)
+    got = softmax_gpu.softmax(x, resident=resident, block=None if resident else 64)
+    close(got, want)
+    view = draw(6, 300)[::2, 5:200]
+    got = softmax_gpu.softmax(view, resident=resident, block=None if resident else 64)
+    close(got, torch.softmax(view.double(), -1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cross_entropy(dtype):
+    for rows, classes in ((1, 1), (5, 70), (4, 200), (0, 3)):
+        logits = (5 * draw(2 * rows, classes + 8, dtype=dtype))[::2, 8:]
+        target = torch.arange(rows) * 37 % classes
+        target[1:2] = -100
+        if classes == 200:
+            logits[:, :128] = -torch.inf  # whole blocks of what is masked
+            target[0], target[2], target[3] = 130, 199, 128
+        loss, total = cross_entropy_gpu.cross_entropy(logits, target, -100, block=64)
+        close(loss, general.cross_entropy_reference(logits.double(), target))
+        dloss = draw(rows, seed=4)
+        got = cross_entropy_gpu.cross_entropy_backward(dloss, logits, total, target, -100, block=64)
+        leaf = logits.double().requires_grad_()
+        general.cross_entropy_reference(leaf, target).backward(dloss.double())
+        close(got, leaf.grad)
+        summed = cross_entropy_gpu.cross_entropy_backward(
+            torch.ones(()).expand(rows), logits, total, target, -100, block=64
+        )
+        assert summed.shape == logits.shape
+
+
+def test_a_target_out_of_range_is_no_number():
+    loss, _ = cross_entropy_gpu.cross_entropy(draw(3, 9), torch.tensor([9, -1, 2]), -100, block=16)
+    assert loss.isnan().tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("chunk", [3, 50])
+def test_linear_cross_entropy(chunk):
+    x, weight = draw(7, 16), draw(90, 16, seed=1)
+    target = torch.arange(7)
+    target[3] = -100
+    got = cross_entropy_gpu.linear_cross_entropy(x, weight, target, -100, chunk, True, block=32)
+    leaves = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    loss = torch.nn.functional.cross_entropy(leaves[0] @ leaves[1].t(), target)
+    loss.backward()
+    for part, want in zip(got, (loss.detach(), leaves[0].grad, leaves[1].grad), strict=True):
+        close(part, want)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adamw(dtype, fused):
+    for size in (0, 1, 300):
+        param, moments = draw(size, dtype=dtype), [torch.zeros(size), torch.zeros(size)]
+        for step in range(1, 4):
+            grad = draw(size, dtype=dtype, seed=step)
+            wide = [x.double() for x in (param, grad, *moments)]
+            want = general.adamw_reference(*wide, step, 0.1, (0.9, 0.99), 1e-8, 0.1)
+            adamw_gpu.adamw_step(
+                param, grad, *moments, step, 0.1, 0.9, 0.99, 1e-8, 0.1, fused=fused, block=128
+            )
+            for part, exact in zip((param, *moments), want, strict=True):
+                close(part, exact, 1e-5)

@@ -214,7 +214,7 @@ def cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise bad_argument("reduction", repr(reduction), "mean, sum or none")
     check_same_device("target", target, "logits", logits)
-    _check_target(target, *logits.shape, ignore_index)
+    _check_target(target, logits.shape[0], logits.shape[1], ignore_index)
     loss, _ = _cross_entropy(logits, target, ignore_index)
     if reduction == "none":
         return loss

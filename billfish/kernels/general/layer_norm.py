@@ -110,7 +110,8 @@ def _save_layer(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _layer_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dw, db = _rows_backward(dy, *ctx.saved_tensors, ctx.eps, True)
+    x, weight = ctx.saved_tensors
+    dx, dw, db = _rows_backward(dy, x, weight, ctx.eps, True)
     return dx, dw, db if ctx.has_bias else None, None
 
 
@@ -121,7 +122,8 @@ def _save_rms(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _rms_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dw, _ = _rows_backward(dy, *ctx.saved_tensors, ctx.eps, False)
+    x, weight = ctx.saved_tensors
+    dx, dw, _ = _rows_backward(dy, x, weight, ctx.eps, False)
     return dx, dw, None
 
 
@@ -131,7 +133,8 @@ def _save_add_rms(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 
 def _add_rms_backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dw, _ = _rows_backward(dy, *ctx.saved_tensors, ctx.eps, False)
+    x, weight = ctx.saved_tensors
+    dx, dw, _ = _rows_backward(dy, x, weight, ctx.eps, False)
     dx = dx + dtotal
     return dx, dx, dw, None
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from billfish.kernels._library import bad_argument, register
 from billfish.kernels.general._arguments import (
+    COMBINE,
     check_numbers,
     check_operator,
     dimension,
@@ -31,7 +32,7 @@ from billfish.kernels.general._arguments import (
 def reduce_reference(x: Tensor, op: str = "sum") -> Tensor:
     """Of the last dimension, one element after another."""
     dtype = result(x.dtype, op)
-    combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
+    combine = COMBINE[op]
     total = torch.full(x.shape[:-1], identity(dtype, op), dtype=dtype, device=x.device)
     for i in range(x.shape[-1]):
         total = combine(total, x[..., i])

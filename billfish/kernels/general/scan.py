@@ -16,6 +16,7 @@ from torch import Tensor
 
 from billfish.kernels._library import register
 from billfish.kernels.general._arguments import (
+    COMBINE,
     check_numbers,
     check_operator,
     dimension,
@@ -28,7 +29,7 @@ def scan_reference(x: Tensor, exclusive: bool = False, op: str = "sum") -> Tenso
     """Along the last dimension, one element after another."""
     out = torch.empty(x.shape, dtype=result(x.dtype, op), device=x.device)
     total = torch.full_like(out[..., :1].squeeze(-1), identity(out.dtype, op)) if out.numel() else 0
-    combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
+    combine = COMBINE[op]
     for i in range(x.shape[-1]):
         after = combine(total, x[..., i])
         out[..., i] = total if exclusive else after

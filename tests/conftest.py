@@ -8,6 +8,9 @@ import pytest
 from billfish.checkpoint.locate import DEMO_MODEL, locate
 from billfish.errors import CheckpointError
 
+# The first compiled step of a machine takes seconds to compile: tests of it turn it on.
+os.environ.setdefault("BILLFISH_CPU_NATIVE", "0")
+
 VOCABULARIES = Path(__file__).parents[1] / ".cache" / "vocabs"
 
 

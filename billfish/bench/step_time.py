@@ -17,9 +17,12 @@ PARTS = (
     ("sampling", "billfish.worker.model_runner.ModelRunner", "_sample"),
     ("inputs", "billfish.worker.input_batch.InputBatch", "build"),
     ("model", "billfish.models.decoder.CausalLM", "forward"),
+    ("logits", "billfish.worker.compiled_decode.CompiledDecode", "logits"),
+    ("model", "billfish.worker.compiled_decode.CompiledDecode", "forward"),
     ("executor", "billfish.worker.model_runner.ModelRunner", "execute"),
 )
-"""Name, owner and attribute. The last two hold others; what is left of them is said on its own."""
+"""Name, owner and attribute. "model" and "executor" hold others; what is left of them is said on
+its own. Compiled layers are all in "model"."""
 
 
 def step_parts(path: str, batch: int, prompt: int, output: int) -> dict[str, float]:

@@ -6,8 +6,9 @@ from torch import Tensor
 from billfish.engine.plan import NOT_FINITE, StepPlan, StepResult
 from billfish.errors import ConfigError
 from billfish.models.decoder import CausalLM
+from billfish.worker.compiled_decode import CompiledDecode
 from billfish.worker.grammar import DEAD_END, GrammarCompiler
-from billfish.worker.input_batch import InputBatch, Row
+from billfish.worker.input_batch import InputBatch, Row, StepInputs
 from billfish.worker.kv_cache import move_blocks
 from billfish.worker.logits_processor import LogitsProcessor
 from billfish.worker.logprobs import prompt_logprobs, token_logprobs
@@ -22,7 +23,8 @@ class ModelRunner:
     kv_cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]. host_cache: the same
     in host memory, for blocks that are swapped out; None where none ever are. vocab_size: tokens
     that may be chosen; a model's own vocabulary may be longer, padded to a round number. grammars:
-    for requests that ask for a form of their text; None where there are none.
+    for requests that ask for a form of their text; None where there are none. compiled: the same
+    model and cache, for the steps that it takes.
     """
 
     def __init__(
@@ -35,8 +37,10 @@ class ModelRunner:
         max_model_len: int,
         host_cache: Tensor | None = None,
         grammars: GrammarCompiler | None = None,
+        compiled: CompiledDecode | None = None,
     ) -> None:
         self.model = model
+        self.compiled = compiled
         self.kv_cache = kv_cache
         self.host_cache = host_cache
         self.vocab_size = vocab_size
@@ -49,15 +53,23 @@ class ModelRunner:
         self.batch.apply(plan)
         if not plan.work:
             return StepResult(plan.step)
-        inputs = self.batch.build(plan)
-        hidden = self.model(inputs.token_ids, inputs.positions, self.kv_cache, inputs.metadata)
+        inputs, compiled = self.batch.build(plan), self.compiled
+        if compiled is None or not compiled.takes(inputs.positions, inputs.metadata):
+            return self._run(plan, inputs, self.model)
+        with compiled.alone():
+            return self._run(plan, inputs, compiled)
+
+    def _run(
+        self, plan: StepPlan, inputs: StepInputs, model: CausalLM | CompiledDecode
+    ) -> StepResult:
+        hidden = model(inputs.token_ids, inputs.positions, self.kv_cache, inputs.metadata)
         result = StepResult(plan.step)
         work = [(item, self.batch.rows[item.request_id]) for item in plan.work]
         if any(row.sampling.prompt_logprobs is not None for _, row in work):
             found = prompt_logprobs(self.model, self.vocab_size, hidden, work, self.batch.token_ids)
             result.prompt_logprobs.update(found)
         if inputs.sampled:
-            logits = self.model.logits(hidden[inputs.sample_index])[:, : self.vocab_size].float()
+            logits = model.logits(hidden[inputs.sample_index])[:, : self.vocab_size].float()
             self._sample(logits, inputs.sampled, result)
         return result
 

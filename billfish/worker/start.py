@@ -12,6 +12,7 @@ from billfish.errors import ConfigError
 from billfish.layers.linear import Linear, QuantLinear, quantized_head
 from billfish.models.decoder import CausalLM
 from billfish.worker import kv_cache, memory_plan
+from billfish.worker.compiled_decode import CompiledDecode
 from billfish.worker.device_runner import DeviceRunner
 from billfish.worker.grammar import GrammarCompiler
 from billfish.worker.memory_plan import MemoryPlan
@@ -89,14 +90,16 @@ def _start_on_cpu(setting: Setting, load: Load) -> Started:
     host = None
     if cache.swap_blocks:
         host = kv_cache.allocate(config, cache, cache.swap_blocks, dtype, reserved=memory.nbytes)
+    model = load(max_model_len)
     runner = ModelRunner(
-        load(max_model_len),
+        model,
         memory,
         vocab_size=setting.vocab_size,
         max_num_seqs=setting.scheduler.seats,
         max_model_len=max_model_len,
         host_cache=host,
         grammars=setting.grammars,
+        compiled=CompiledDecode.of(model, memory, max_model_len),
     )
     return Started(runner, num_blocks, max_model_len)
 

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium: install it (on Debian: apt-get install chromium)"
 )
 expect = sync_api.expect
+PATIENCE_MS = 60_000  # a machine may be slow; nothing waits so long on one that is not
+expect.set_options(timeout=PATIENCE_MS)
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -46,7 +48,7 @@ def open_page(browser):
 
     def open_it(server: LiveServer, ready: bool = True, **options):
         context = browser.new_context(**{"viewport": WIDE, **options})
-        context.set_default_timeout(15_000)
+        context.set_default_timeout(PATIENCE_MS)
         contexts.append(context)
         page = context.new_page()
         page.on("pageerror", lambda error: problems.append(str(error)))

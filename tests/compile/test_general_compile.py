@@ -117,7 +117,7 @@ def of_both(monkeypatch, module, name, launch) -> MachineCode:
     return codes[-1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32])
 def test_scan(monkeypatch, dtype):
     x = torch.empty(2, 1 << 20, dtype=dtype)
     for deterministic in (False, True):
@@ -127,23 +127,24 @@ def test_scan(monkeypatch, dtype):
         )  # fmt: skip
         assert code.count("LDG.E.128") > 0
         assert code.count("STG.E.128") > 0
-        # Tickets, and a state published by atomics; read as strong loads.
+        # Tickets, and states published and read by atomics.
         assert code.count("ATOMG") > 0
-        assert "STRONG" in code.sass
+        assert ".STRONG.GPU" in code.sass
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
-def test_reduce(monkeypatch, dtype):
+@pytest.mark.parametrize(("dtype", "fused"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_reduce(monkeypatch, dtype, fused):
     whole, columns = torch.empty(1, 1 << 22, 1, dtype=dtype), torch.empty(4, 512, 512, dtype=dtype)
     for x in (whole, columns):
-        for fused in (True, False):
-            code = of_both(
-                monkeypatch, reduce_gpu, "_reduce_kernel",
-                lambda x=x, f=fused: reduce_gpu.reduce(x, "sum", fused=f),
-            )  # fmt: skip
-            assert code.count("LDG.E.128") > 0
-            # Only the fused one counts programs in.
-            assert ("ATOMG" in code.sass) == fused
+        code = of_both(
+            monkeypatch, reduce_gpu, "_reduce_kernel",
+            lambda x=x: reduce_gpu.reduce(x, "sum", fused=fused),
+        )  # fmt: skip
+        assert code.count("LDG.E.128") > 0
+        # Only the fused one counts programs in.
+        assert ("ATOMG" in code.sass) == fused
+    if fused:
+        return
     launch = lambda: reduce_gpu.reduce(whole, "sum", fused=False)  # noqa: E731
     of_both(monkeypatch, reduce_gpu, "_finish_kernel", launch)
 
@@ -159,7 +160,7 @@ def test_segment_reduce(monkeypatch):
     of_both(monkeypatch, segment_reduce_gpu, "_pieces_kernel", launch)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
 def test_transpose(monkeypatch, dtype):
     x = torch.empty(1, 4096, 4096, dtype=dtype)
     codes = [
@@ -177,8 +178,7 @@ def test_transpose(monkeypatch, dtype):
     assert straight.count("STG.E.128") == 0
 
 
-@pytest.mark.parametrize("bins", [32, 2048])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.uint8])
+@pytest.mark.parametrize(("dtype", "bins"), [(torch.float32, 2048), (torch.uint8, 32)])
 def test_histogram(monkeypatch, dtype, bins):
     x = torch.empty(1 << 20, dtype=dtype)
     for private in (True, False):
@@ -201,8 +201,7 @@ def test_compact(monkeypatch):
         of_both(monkeypatch, compact_gpu, "_scatter_kernel", apart)
 
 
-@pytest.mark.parametrize("size", [4096, 8192])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4096), (torch.bfloat16, 8192)])
 def test_norms(monkeypatch, dtype, size):
     x, weight = torch.empty(600, size, dtype=dtype), torch.empty(size, dtype=dtype)
     launch = lambda: layer_norm_gpu.layer_norm(x, weight, weight, 1e-5)  # noqa: E731
@@ -219,7 +218,7 @@ def test_norms(monkeypatch, dtype, size):
         assert code.count("STG.E.128") > 0
 
 
-@pytest.mark.parametrize("size", [4096, 16384, 128256])
+@pytest.mark.parametrize("size", [16384, 128256])
 def test_softmax(monkeypatch, size):
     x = torch.empty(4, size, dtype=torch.bfloat16)
     launch = lambda: softmax_gpu.softmax(x)  # noqa: E731
@@ -244,9 +243,8 @@ def test_cross_entropy(monkeypatch):
         assert code.count("LDG.E.128") > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adamw(monkeypatch, dtype):
-    x, moment = torch.empty(1 << 20, dtype=dtype), torch.empty(1 << 20)
+def test_adamw(monkeypatch):
+    x, moment = torch.empty(1 << 20, dtype=torch.bfloat16), torch.empty(1 << 20)
     for fused in (True, False):
         code = of_both(
             monkeypatch, adamw_gpu, "_adamw_kernel",

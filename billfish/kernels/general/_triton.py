@@ -99,16 +99,25 @@ def publish(state, tile, value, STATUS: tl.constexpr):
 
 
 @triton.jit
+def _read(words, there):
+    """Words that others write. Atomics, not loads: of an atomic one thread's result is handed to
+    all threads of the program, while each warp would load for itself, see another state than its
+    neighbours, and leave the loop around the walk at another turn than they."""
+    word = tl.atomic_add(words, tl.zeros(words.shape, tl.int64), mask=there, sem="relaxed")
+    return tl.where(there, word, 2 << 32)
+
+
+@triton.jit
 def _peek(state, tile, there, DTYPE: tl.constexpr):
     """(status, value) of tiles; PREFIX and nothing of those that are not there."""
     if DTYPE.primitive_bitwidth == 64:
-        low = tl.load(state + 2 * tile, mask=there, other=2 << 32, volatile=True)
-        high = tl.load(state + 2 * tile + 1, mask=there, other=2 << 32, volatile=True)
+        low = _read(state + 2 * tile, there)
+        high = _read(state + 2 * tile + 1, there)
         status = tl.where((low >> 32) == (high >> 32), low >> 32, 0).to(tl.int32)
         bits = (low & 0xFFFFFFFF) | (high << 32)
         return status, bits.to(DTYPE, bitcast=True)
     else:
-        word = tl.load(state + tile, mask=there, other=2 << 32, volatile=True)
+        word = _read(state + tile, there)
         return (word >> 32).to(tl.int32), word.to(tl.int32).to(DTYPE, bitcast=True)
 
 

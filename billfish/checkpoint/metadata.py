@@ -92,7 +92,10 @@ class Metadata(Mapping[str, Any]):
         return self._numbers(key, length, (int,), "integers")
 
     def numbers(self, key: str, length: int) -> list[float]:
-        return self._numbers(key, length, (int, float), "numbers")
+        values = self._numbers(key, length, (int, float), "numbers")
+        if any(type(value) is int and abs(value) > _LARGEST for value in values):
+            self.fail(key, "holds an integer too large for a number")
+        return values
 
     def array(self, key: str) -> list[Any]:
         """At least one element, of any types."""

@@ -139,7 +139,8 @@ def _entry(path: str, name: str, value: Any, start: int, size: int) -> StoredTen
         fail(f"ends at byte {start + end}, past the end of the file at {size}")
     nbytes = math.prod(shape) * _ITEM_BYTES[dtype]
     if nbytes != end - begin:
-        fail(f"{dtype} {shape} takes {shown(nbytes)} bytes, but data_offsets hold {end - begin}")
+        held = f"but data_offsets hold {end - begin}"
+        fail(f"{dtype} {shown(shape)} takes {shown(nbytes)} bytes, {held}")
     return StoredTensor(name, tuple(shape), dtype, start + begin, nbytes)
 
 

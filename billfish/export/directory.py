@@ -16,7 +16,7 @@ from typing import Any, Self
 from safetensors.torch import save_file
 from torch import Tensor
 
-from billfish.errors import CapacityError, ConfigError
+from billfish.errors import CapacityError, ConfigError, shown
 
 _SHARD_BYTES = 1 << 30
 
@@ -29,6 +29,8 @@ def check_target(out: Path, nbytes: int) -> None:
     """
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"{out} exists and is not empty")
+    if out.is_symlink():  # the folder that takes its name cannot replace it
+        raise ConfigError(f"{out} is a symbolic link")
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} exists and is not a folder")
     parent = out.absolute().parent
@@ -58,9 +60,12 @@ class DirectoryWriter:
 
     def __enter__(self) -> Self:
         out = self._out.absolute()
-        self._folder = Path(
-            tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".part", dir=out.parent)
-        )
+        try:
+            folder = tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".part", dir=out.parent)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(f"{shown(str(out))} cannot be written: {reason}") from error
+        self._folder = Path(folder)
         return self
 
     def __exit__(

@@ -1,6 +1,7 @@
 """`billfish quantize`: a model written out in INT4, as compressed-tensors, one layer at a time."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,14 +65,23 @@ class QuantizeOptions:
             raise ConfigError(
                 f"group_size must be one of {GROUP_SIZES}, got {shown(self.group_size)}"
             )
-        if not 0 < self.damping < 1:
+        if type(self.damping) not in (int, float) or not 0 < self.damping < 1:
             raise ConfigError(f"damping must be between 0 and 1, got {shown(self.damping)}")
         if self.dtype is not None and self.dtype not in _DTYPES:
             raise ConfigError(f"dtype must be one of {_DTYPES}, got {shown(self.dtype)}")
+        _check_device(self.device)
         for name, low in (("num_sequences", 1), ("num_held", 1), ("sequence_length", 16)):
             value = getattr(self, name)
             if type(value) is not int or not low <= value <= 1 << 20:
                 raise ConfigError(f"{name} must be an integer from {low} up, got {shown(value)}")
+
+
+def _check_device(device: object) -> None:
+    found = re.fullmatch(r"cpu|cuda(?::(\d{1,3}))?", device) if isinstance(device, str) else None
+    if found is None:
+        raise ConfigError(f'device must be "cpu", "cuda" or "cuda:0", got {shown(device)}')
+    if device != "cpu" and int(found[1] or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {device} is not there: {torch.cuda.device_count()} GPUs found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from billfish.errors import CheckpointError, shown
 from billfish.tokenizer.byte_alphabet import alphabet_bytes
 from billfish.tokenizer.chat_template import ChatTemplate
 from billfish.tokenizer.gguf import MARKUP, check_matched
-from billfish.tokenizer.library import word_ids
+from billfish.tokenizer.library import failure, word_ids
 from billfish.tokenizer.sentencepiece import SPACE
 from billfish.tokenizer.tokenizer import EncodeWords, Place, Tokenizer, Vocabulary
 
@@ -58,9 +58,7 @@ def _parse(text: str, file: str) -> tokenizers.Tokenizer:
     try:
         library = tokenizers.Tokenizer.from_str(text)
     except BaseException as error:  # plain Exception for bad JSON, a panic for what it trips over
-        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
-            raise
-        raise CheckpointError(file, f"cannot be used: {str(error)[:200]}") from None
+        raise CheckpointError(file, f"cannot be used: {failure(error)}") from None
     library.no_truncation()
     library.no_padding()
     return library
@@ -147,8 +145,11 @@ def _vocabulary(
 
 def _surrounding(library: tokenizers.Tokenizer, file: str) -> tuple[int | None, int | None]:
     """The tokens that the post-processor puts before and behind every text."""
-    plain = library.encode("a", add_special_tokens=False).ids
-    whole = library.encode("a", add_special_tokens=True).ids
+    try:
+        plain = library.encode("a", add_special_tokens=False).ids
+        whole = library.encode("a", add_special_tokens=True).ids
+    except BaseException as error:
+        raise CheckpointError(file, f"cannot encode a text: {failure(error)}") from None
     for start in range(len(whole) - len(plain) + 1):
         first, last = whole[:start], whole[start + len(plain) :]
         if whole[start : start + len(plain)] == plain and len(first) < 2 and len(last) < 2:

@@ -255,3 +255,10 @@ def test_loading_takes_the_memory_of_the_file_and_a_layer(
     file = (path / "model.safetensors").stat().st_size
     record_property("megabytes", [int(result.stdout) / 1e6, file / 1e6, layer / 1e6])
     assert int(result.stdout) < file + layer
+
+
+def test_divisors_too_large_for_a_float_are_refused(tmp_path: Path) -> None:
+    divisors = {"short_factor": [10**400] * 8, "long_factor": [1] * 8}
+    path = write(tmp_path, shapes(), rope_scaling={"type": "longrope", **divisors})
+    with pytest.raises(CheckpointError, match=r"short_factor: holds an integer too large"):
+        load(path)

@@ -112,3 +112,18 @@ def test_targets(tmp_path):
     with pytest.raises(CapacityError, match=r"takes \d+ MiB, but .* has only \d+ MiB free"):
         check_target(tmp_path / "new", 1 << 60)
     check_target(Path("new-in-this-folder"), 1)
+
+
+def test_targets_that_no_folder_can_replace_are_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
+    for name in ("link", "broken"):
+        with pytest.raises(ConfigError, match="is a symbolic link"):
+            check_target(tmp_path / name, 0)
+    for name in ("x" * 250, "a\0b"):
+        with (
+            pytest.raises(ConfigError, match="cannot be written: "),
+            DirectoryWriter(tmp_path / name),
+        ):
+            pass

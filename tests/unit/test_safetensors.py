@@ -80,6 +80,7 @@ TWICE = b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, "a": 1}'
         (raw({"a": entry(0, 1, shape=[True])}, b"x"), "impossible shape"),
         (raw({"a": entry(0, 1, shape=[1] * 9)}, b"x"), "impossible shape"),
         (raw({"a": entry(0, 1, shape=[2**62, 4])}, b"x"), "takes .* bytes"),
+        (raw({"a": entry(0, 1, shape=[2**62] * 8)}, b"x"), r"takes \d{100}\.\.\. bytes"),
         (raw({"a": entry(0, 1, shape=2**70)}, b"x"), "impossible shape"),
         (raw({"a": entry(1, 0, shape=[1])}, b"x"), "impossible data_offsets"),
         (raw({"a": {**entry(0, 1), "data_offsets": [0]}}, b"x"), "impossible data_offsets"),

@@ -250,3 +250,29 @@ def test_padding_and_truncation_are_left_out(tmp_path: Path) -> None:
     tokenizer.enable_truncation(2)
     tokenizer.enable_padding(length=9)
     assert len(from_directory(save(tokenizer, tmp_path)).encode("abcd")) == 4
+
+
+def test_where_the_library_fails_the_error_is_ours(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    whole = json.loads(path.read_text())
+    # Each makes the library panic, or raise a plain Exception, with any text.
+    missing = {"id": "q", "type_id": 0}
+    post = {
+        "type": "TemplateProcessing", "single": [{"SpecialToken": missing}], "pair": [],
+        "special_tokens": {},
+    }  # fmt: skip
+    empty = {"type": "Replace", "pattern": {"String": ""}, "content": "y"}
+    words = {"type": "WordLevel", "vocab": {"b": 0}, "unk_token": "none"}
+    for change in ({"post_processor": post}, {"normalizer": empty}, {"model": words}):
+        path.write_text(json.dumps({**whole, **change}))
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json: cannot encode a text: "):
+            from_directory(tmp_path)
+    # With this one it fails with some.
+    path.write_text(json.dumps({**whole, "model": {**words, "vocab": {"a": 0}}}))
+    read = from_directory(tmp_path)
+    assert read.encode("a") == [0]
+    for text in ("b", "b" * 5000):
+        with pytest.raises(InvalidRequestError, match="this tokenizer cannot encode it: "):
+            read.encode(text)

@@ -120,6 +120,9 @@ def _vocabulary(
     bos, eos = (ids.get(named.get(key, "")) for key in ("bos_token", "eos_token"))
     first, last = _surrounding(library, file)
     if first is not None:
+        if first >= size:
+            reason = f"begin token {first} is outside the vocabulary of {size}"
+            raise CheckpointError(file, reason, tensor="post_processor")
         bos = first  # what stands in front, whatever its name
     ends = dict.fromkeys(i for i in (last, *eos_token_ids, eos) if i is not None)
     for token_id in ends:

@@ -276,3 +276,13 @@ def test_where_the_library_fails_the_error_is_ours(tmp_path: Path) -> None:
     for text in ("b", "b" * 5000):
         with pytest.raises(InvalidRequestError, match="this tokenizer cannot encode it: "):
             read.encode(text)
+
+
+def test_a_begin_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="q $A", special_tokens=[("q", 99_999)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match="begin token 99999 is outside the vocabulary"):
+        from_directory(tmp_path)

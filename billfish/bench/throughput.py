@@ -5,6 +5,8 @@
 Every measurement is a process of its own; the implementations take turns for several rounds and
 each figure is the median of its rounds. All prompts have the same length and every request
 generates the same number of tokens, greedily, so that peers without ragged batches lose nothing.
+Where numba is installed (see `billfish.kernels.cpu_native`), Billfish is timed with its decoding
+steps compiled and without.
 
     prefill_tok_s   prompt tokens of the batch / time to the first tokens of all
     output_tok_s    output tokens after the first ones / time from there to the end
@@ -27,8 +29,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from billfish.kernels import cpu_native
+
+COMPILED = "billfish, compiled"
+"""Decoding steps compiled by numba; "billfish" alone is without."""
+
 KV_DTYPES = {
     "billfish": "bfloat16",
+    COMPILED: "bfloat16",
     "transformers float32": "float32",
     "transformers bfloat16": "bfloat16",
     "llama.cpp": "float16",
@@ -136,6 +144,7 @@ def llama_cpp(path: str, batch: int, prompt: int, output: int) -> tuple[float, f
 
 IMPLEMENTATIONS: dict[str, Measure] = {
     "billfish": billfish,
+    COMPILED: billfish,
     "transformers float32": transformers("float32"),
     "transformers bfloat16": transformers("bfloat16"),
     "llama.cpp": llama_cpp,
@@ -149,14 +158,14 @@ def prompts(batch: int, length: int, seed: int = 0) -> list[list[int]]:
     return [[draw.randrange(1000, 40000) for _ in range(length)] for _ in range(batch)]
 
 
-def start_seconds(path: str) -> float:
+def start_seconds(name: str, path: str) -> float:
     """Process start to first token, in seconds."""
     code = (
         "import sys; from billfish import LLM, SamplingParams; "
         "LLM(sys.argv[1]).generate('Hello', SamplingParams(max_tokens=1, temperature=0))"
     )
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", code, path], check=True)
+    subprocess.run([sys.executable, "-c", code, path], check=True, env=_environment(name))
     return time.perf_counter() - start
 
 
@@ -180,9 +189,10 @@ def run(path: str, names: list[str], batches: list[int], options: argparse.Names
     if options.parts:
         rows += _part_rows(path, batches, options)
     if 1 in batches:
-        starts = [start_seconds(path) for _ in range(options.rounds)]
-        value, spread = statistics.median(starts), max(starts) - min(starts)
-        rows.append(_row(options, "billfish", "start_s", 1, value, spread))
+        for name in (name for name in names if IMPLEMENTATIONS[name] is billfish):
+            starts = [start_seconds(name, path) for _ in range(options.rounds)]
+            value, spread = statistics.median(starts), max(starts) - min(starts)
+            rows.append(_row(options, name, "start_s", 1, value, spread))
     return rows
 
 
@@ -190,10 +200,16 @@ def _one(name: str, path: str, batch: int, options: argparse.Namespace) -> Any:
     """One measurement, or {part: milliseconds} for the name "parts", in a process of its own."""
     command = [sys.executable, "-m", "billfish.bench.throughput", "--one", name]
     command += [path, str(batch), str(options.prompt), str(options.output)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=_environment(name)
+    )
     if done.returncode != 0:
         raise SystemExit(f"{name} at batch {batch} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def _environment(name: str) -> dict[str, str]:
+    return {**os.environ, cpu_native.SWITCH: "1" if name == COMPILED else "0"}
 
 
 def _part_rows(path: str, batches: list[int], options: argparse.Namespace) -> list[Any]:
@@ -273,12 +289,14 @@ def main(arguments: list[str]) -> None:
     cli.add_argument("--rounds", type=int, default=3)
     cli.add_argument("--parts", action="store_true", help="also where a decoding step's time goes")
     options = cli.parse_args(arguments)
-    wanted = ("billfish", *options.peers.split(","))
+    wanted = ["billfish", *options.peers.split(",")]
+    if cpu_native.why_not() is None:
+        wanted.append(COMPILED)
     names = [n for n in IMPLEMENTATIONS if n in wanted or n.split()[0] in wanted]
     batches = [int(b) for b in options.batches.split(",")]
     head = record.environment(
         "billfish bench throughput " + " ".join(arguments),
-        ("transformers", "llama-cpp-python"),
+        ("numba", "transformers", "llama-cpp-python"),
     )
     if "llama.cpp" in names:
         import llama_cpp

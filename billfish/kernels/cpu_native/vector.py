@@ -8,6 +8,7 @@ bfloat16 values are read two at a time, as the halves of a 32-bit word, so what 
 with is kept `split`: of every 32 values the 16 even ones, then the 16 odd ones.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -120,10 +121,13 @@ def _intrinsic(count: int, result: Any, build: Callable[..., Any]) -> Any:
 
         return result(*[types.int64] * count), codegen
 
-    names = ", ".join(f"a{i}" for i in range(count))
-    scope: dict[str, Any] = {"typing": typing}
-    exec(f"def wrapped(context, {names}):\n    return typing(context, {names})", scope)
-    return intrinsic(scope["wrapped"])
+    # numba reads the number of arguments off the signature.
+    names = ["context", *(f"a{i}" for i in range(count))]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    typing.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, kind) for name in names]
+    )
+    return intrinsic(typing)
 
 
 def _int4(rows: int, parts: int = 2) -> Any:

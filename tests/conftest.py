@@ -1,6 +1,7 @@
 """What tests of several folders need, and what they do where it is missing."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ from billfish.errors import CheckpointError
 
 # The first compiled step of a machine takes seconds to compile: tests of it turn it on.
 os.environ.setdefault("BILLFISH_CPU_NATIVE", "0")
+
+# A shell starts background jobs with Ctrl-C ignored, and what they start inherits that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VOCABULARIES = Path(__file__).parents[1] / ".cache" / "vocabs"
 

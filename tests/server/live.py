@@ -1,6 +1,7 @@
 """A server in this process, on a port of its own, in a thread with an event loop."""
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -81,10 +82,25 @@ class LiveServer:
             assert time.monotonic() < end, stats
             time.sleep(0.01)
 
+    def refuses(self) -> bool:
+        """Whether it no longer takes connections."""
+        try:
+            socket.create_connection(("127.0.0.1", self.port), timeout=60).close()
+        except ConnectionRefusedError:
+            return True
+        return False
+
     def stop(self) -> None:
         self.uvicorn.should_exit = True
         self._thread.join(60)
         assert not self._thread.is_alive()
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from billfish.config import SchedulerConfig
 from billfish.engine.plan import NOT_FINITE, StepResult
 from billfish.server.fake_engine import FakeEngine
 from tests.server.conftest import chat
-from tests.server.live import LiveServer, live
+from tests.server.live import LiveServer, live, wait_until
 
 REPLY = "Hello! I am a fake model, and this is all I say. 🐟"
 
@@ -340,13 +340,18 @@ def test_a_failed_sample_is_an_error_not_an_answer():
 
 
 def test_sigterm_lets_running_requests_end_and_takes_no_new_ones():
-    with live(lambda: FakeEngine("x" * 3000)) as server:
+    with live(lambda: FakeEngine("x" * 3000), shutdown_seconds=60.0) as server:
+        server.pause_after(5)
         results = []
         client = threading.Thread(target=lambda: results.append(post(server)))
         client.start()
-        wait_for(server, "running")
-        server.stop()
+        server.wait_paused()
+        stopping = threading.Thread(target=server.stop)
+        stopping.start()
+        wait_until(server.refuses)
+        server.call(server.engine.resume)
         client.join(60)
+        stopping.join(60)
         assert results[0].status_code == 200
         assert len(results[0].json()["choices"][0]["message"]["content"]) == 3000
         with pytest.raises(httpx.ConnectError):

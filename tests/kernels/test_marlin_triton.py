@@ -1,10 +1,5 @@
 """The packed form of GPU weights, and marlin_triton.py run with Triton's interpreter."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,18 +9,11 @@ from billfish.errors import KernelArgumentError
 from billfish.kernels.marlin import gpu
 from billfish.kernels.marlin.packing import pack_units, unpack_units
 from billfish.kernels.marlin.weight import PackedWeight, _act_order
+from tests.kernels.interpreter import run_in_interpreter
 
 
 def test_in_interpreter():
-    """A process either interprets kernels or compiles them, so the interpreter gets its own."""
-    module = Path(__file__).with_name("marlin_triton.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(module)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
+    run_in_interpreter("marlin_triton.py")
 
 
 def draw_matrix(n, k, groups, zero_point, dtype, seed=0):

@@ -63,7 +63,7 @@ def _backward_cpu(
     if centre:
         wide = torch.float32
         mean = x.to(wide).mean(-1, keepdim=True)
-        inverse = torch.rsqrt(x.to(wide).var(-1, keepdim=True, correction=0) + eps)
+        inverse = torch.rsqrt((x.to(wide) - mean).square().mean(-1, keepdim=True) + eps)
         found = torch.ops.aten.native_layer_norm_backward(
             dy.to(wide), x.to(wide), weight.shape, mean, inverse, weight.to(wide),
             torch.zeros_like(weight, dtype=wide), [True, True, True],

@@ -2,7 +2,7 @@
 
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -29,6 +29,23 @@ def capture(calls: Sequence[Call], at_least_us: float = 2000.0) -> tuple[torch.c
     return graph, rotations * len(calls)
 
 
+def capturable(call: Call) -> bool:
+    """Whether a CUDA graph can hold the call; one that waits for the GPU it cannot."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()  # what it sets up at its first call is not for a graph
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+                call()
+        except RuntimeError:
+            return False
+        finally:
+            torch.cuda.current_stream().wait_stream(stream)
+    return True
+
+
 def elapsed_us(call: Call, ahead_cycles: int = 0) -> float:
     """Time of a call on the GPU. ahead_cycles: for how long the GPU is kept busy before, so that
     the time in which the host queues the call does not count.
@@ -50,16 +67,21 @@ def summary(times: Sequence[float]) -> tuple[float, float]:
 
 
 def time_in_turns(
-    impls: Mapping[str, Sequence[Call]], *, graphs: bool = True, ahead_cycles: int = 0
+    impls: Mapping[str, Sequence[Call]],
+    *,
+    graphs: bool = True,
+    eager: Collection[str] = (),
+    ahead_cycles: int = 0,
 ) -> dict[str, tuple[float, float]]:
     """(median microseconds of a call, relative spread) of each; run in a new order every round.
 
     The calls of an implementation do the same on different data. With `graphs` they are captured
-    and replayed; without, the first is called. ahead_cycles: see `elapsed_us`.
+    and replayed; without, or where `eager` names them, the first is called. ahead_cycles: see
+    `elapsed_us`; of those that are not in graphs.
     """
     runs: dict[str, tuple[Call, int]] = {}
     for name, calls in impls.items():
-        if calls and graphs:
+        if calls and graphs and name not in eager:
             graph, count = capture(calls)
             runs[name] = (graph.replay, count)
         elif calls:
@@ -70,7 +92,8 @@ def time_in_turns(
         random.shuffle(order)
         for name in order:
             run, count = runs[name]
-            us = elapsed_us(run, ahead_cycles) / count
+            held = graphs and name not in eager
+            us = elapsed_us(run, 0 if held else ahead_cycles) / count
             if turn:  # the first round warms up
                 times[name].append(us)
     return {name: summary(values) for name, values in times.items()}

@@ -32,6 +32,12 @@ def attention(context: typer.Context) -> None:
     _run("attention", context.args, needs_gpu=True)
 
 
+@app.command("general", context_settings=_PASS_ON)
+def general(context: typer.Context) -> None:
+    """The general kernels beside torch, CuPy, Liger and others, on a GPU."""
+    _run("general", context.args, needs_gpu=True)
+
+
 @app.command("throughput", context_settings=_PASS_ON)
 def throughput(context: typer.Context) -> None:
     """A whole model beside transformers and llama.cpp, on the CPU."""

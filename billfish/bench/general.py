@@ -1,0 +1,351 @@
+"""Times the general kernels beside their peers, in one process on one GPU.
+
+    billfish bench general --out benchmarks/general.json
+    billfish bench general --ablation benchmarks/ablation_general.json
+    billfish bench general --kernels data --out FILE, then --kernels training --keep --out FILE
+
+Peers: torch, torch.compile, and CuPy (which brings CUB, cuFFT and cuSPARSE), Liger-Kernel and
+FlashInfer where they are installed; the record names those that are missing. All implementations of
+a case are captured in CUDA graphs and replayed in turns, so that they meet the same clock and power
+state; one that waits for the host, which no graph may, is timed by itself (`graph` is false). Each
+call of a graph has inputs and results of its own, enough of them to miss the L2 cache. Compilation
+is outside. Results are checked against float64; one that is off is marked and not timed.
+
+The floor is the time that the bytes which any implementation has to move need at the rates at which
+this GPU reads, copies and writes memory, or the operations at the rate of its products of matrices
+in that dtype, whichever is longer; all rates are measured first.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from billfish.bench import record
+from billfish.bench.general_case import Case, Function, Inputs, dtype_name, is_there
+from billfish.bench.turns import Call, capturable, elapsed_us, time_in_turns
+from billfish.errors import ConfigError
+
+DOMAINS = ("data", "training", "science", "signal")
+DEVICE = torch.device("cuda")
+COLD_BYTES = 260_000_000  # four times the L2 of an H200
+MOST_COPIES = 200
+AHEAD_CYCLES = 1_000_000  # half a millisecond in which the host queues a call
+PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cupy", "liger-kernel", "flashinfer-python")
+
+Timer = Callable[..., dict[str, tuple[float, float]]]
+Row = dict[str, Any]
+
+
+def all_cases(names: Sequence[str] = (), quick: bool = False) -> list[Case]:
+    """Those of the kernels or domains named (none: all). quick: the first of each kernel."""
+    found: list[Case] = []
+    for domain in DOMAINS:
+        module = f"billfish.bench.general_{domain}"
+        if find_spec(module) is not None:
+            found += import_module(module).cases()
+    known = {case.kernel for case in found} | {*DOMAINS}
+    unknown = sorted(set(names) - known)
+    if unknown:
+        raise ConfigError(
+            f"no general kernel is named {', '.join(unknown)}; there are {', '.join(sorted(known))}"
+        )
+    kept = [case for case in found if not names or {case.kernel, case.domain} & set(names)]
+    return list({case.kernel: case for case in reversed(kept)}.values())[::-1] if quick else kept
+
+
+@dataclass
+class Rates:
+    """Bytes a microsecond of memory read, copied (both directions counted) and written, and
+    operations a microsecond of products of matrices, measured where first asked for."""
+
+    read: float
+    copy: float
+    write: float
+    flops: dict[torch.dtype, float] = field(default_factory=dict)
+
+    @classmethod
+    def measured(cls) -> "Rates":
+        """Of 2 GiB, the best of a few."""
+        data = torch.ones(1 << 29, dtype=torch.float32, device="cuda")
+        other = torch.empty_like(data)
+        copies = (partial(other.copy_, data), partial(torch.mul, data, 2.0, out=other))
+        return cls(
+            read=data.nbytes / _best(data.sum),
+            copy=2 * data.nbytes / min(_best(copy) for copy in copies),
+            write=data.nbytes / _best(other.zero_),
+        )
+
+    def memory_us(self, read: int, written: int) -> float:
+        """Equal parts of reads and writes go at the rate of a copy, the rest at its own."""
+        both = min(read, written)
+        return 2 * both / self.copy + (read - both) / self.read + (written - both) / self.write
+
+    def math_us(self, flops: int, dtype: torch.dtype) -> float:
+        if not flops:
+            return 0.0
+        if dtype not in self.flops:
+            self.flops[dtype] = _matmul_rate(dtype)
+        return flops / self.flops[dtype]
+
+    def floor_us(self, case: Case) -> float:
+        math = self.math_us(case.flops, case.math or case.dtype)
+        return max(self.memory_us(case.read, case.written), math)
+
+    def as_json(self) -> dict[str, Any]:
+        """In GB/s, and TFLOP/s by dtype."""
+        return {
+            "read_gbps": round(self.read / 1e3),
+            "copy_gbps": round(self.copy / 1e3),
+            "write_gbps": round(self.write / 1e3),
+            "tflops": {dtype_name(kind): round(rate / 1e6, 1) for kind, rate in self.flops.items()},
+        }
+
+
+def _best(call: Call, times: int = 8) -> float:
+    return min(elapsed_us(call) for _ in range(times))
+
+
+def _matmul_rate(dtype: torch.dtype, size: int = 8192) -> float:
+    """Operations a microsecond; a product of float32 without TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
+        return 2 * size**3 / _best(partial(torch.mm, a, b), 4)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def fresh(inputs: Inputs) -> Inputs:
+    """Inputs that an operation in place may change."""
+    return tuple(
+        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        for x in inputs
+    )
+
+
+@torch.no_grad()
+def check(case: Case, impls: Mapping[str, Function], device: torch.device) -> dict[str, float]:
+    """The error of each; those that fail are told and left out."""
+    torch.manual_seed(0)
+    inputs = case.draw(device)
+    want = case.reference(*fresh(inputs))
+    errors: dict[str, float] = {}
+    for name, function in impls.items():
+        try:
+            errors[name] = case.error(function(*fresh(inputs)), want)
+        except Exception as problem:
+            print(f"{case.name}, {name}: {type(problem).__name__}: {str(problem)[:200]}")
+    return errors
+
+
+def _held(function: Function, inputs: Inputs) -> Call:
+    """A call whose result stays alive until the next: results of a rotation are all in memory."""
+    last: list[Any] = [None]
+
+    def call() -> None:
+        last[0] = function(*inputs)
+
+    return call
+
+
+@torch.no_grad()
+def timed(
+    case: Case, impls: Mapping[str, Function], device: torch.device, timer: Timer = time_in_turns
+) -> tuple[dict[str, tuple[float, float]], list[str]]:
+    """(microseconds and spread of each, those that no graph holds)."""
+    copies = max(1, min(MOST_COPIES, -(-COLD_BYTES // max(1, case.read + case.written))))
+    inputs = [case.draw(device) for _ in range(copies)]
+    calls = {name: [_held(function, each) for each in inputs] for name, function in impls.items()}
+    eager = [
+        name for name, each in calls.items() if device.type == "cuda" and not capturable(each[0])
+    ]
+    return timer(calls, eager=eager, ahead_cycles=AHEAD_CYCLES), eager
+
+
+def compare(case: Case, rates: Rates, device: torch.device, peers: Sequence[str] | None = None,
+            timer: Timer = time_in_turns) -> list[Row]:  # fmt: skip
+    """Rows of general.json. peers: names of those wanted (None: all)."""
+    impls: dict[str, Function] = {"billfish": case.run}
+    impls |= {
+        name: peer
+        for name, peer in case.peers.items()
+        if is_there(name) and (peers is None or name in peers)
+    }
+    errors = check(case, impls, device)
+    right = {name: impls[name] for name, error in errors.items() if error <= case.limit}
+    times, eager = timed(case, right, device, timer)
+    floor = rates.floor_us(case)
+    rows = []
+    for name, error in errors.items():
+        row: Row = {
+            "kernel": case.kernel, "domain": case.domain, "size": case.size,
+            "dtype": dtype_name(case.dtype), "impl": name, "bytes": case.read + case.written,
+            "flops": case.flops, "floor_us": round(floor, 2),
+            "rel_err": float(f"{error:.2e}") if math.isfinite(error) else None,
+        }  # fmt: skip
+        if name in times:
+            us, spread = times[name]
+            row |= {"us": round(us, 2), "spread": round(spread, 3), "graph": name not in eager}
+        rows.append(row)
+    return rows
+
+
+def ablate(case: Case, rates: Rates, device: torch.device,
+           timer: Timer = time_in_turns) -> list[Row]:  # fmt: skip
+    """Rows of ablation_general.json: technique "all", as the kernel is, then each switched."""
+    impls = {("all", "on"): case.run} | {
+        (technique, setting): function
+        for technique, settings in case.settings.items()
+        for setting, function in settings.items()
+    }
+    names = {f"{technique}: {setting}": key for key in impls for technique, setting in [key]}
+    errors = check(case, {name: impls[key] for name, key in names.items()}, device)
+    wrong = [name for name, error in errors.items() if not error <= case.limit]
+    if wrong:
+        print(f"{case.name}: wrong results, not timed: {', '.join(wrong)}")
+    right = {name: impls[names[name]] for name in errors if name not in wrong}
+    times, _ = timed(case, right, device, timer)
+    floor = rates.floor_us(case)
+    return [
+        {"family": "general", "domain": case.domain, "kernel": case.kernel,
+         "technique": names[name][0], "setting": names[name][1],
+         "case": f"{case.size} {dtype_name(case.dtype)}", "us": round(us, 2),
+         "spread": round(spread, 3), "bytes": case.read + case.written,
+         "floor_us": round(floor, 2)}
+        for name, (us, spread) in times.items()
+    ]  # fmt: skip
+
+
+def missing(cases: Sequence[Case]) -> list[str]:
+    """Peers that this machine does not have."""
+    return sorted({name for case in cases for name in case.peers if not is_there(name)})
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line a case: ours, the best peer, how many times ours its time is, percent of the floor."""
+    cases: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault((row["kernel"], row["size"], row["dtype"]), {})[row["impl"]] = row
+    lines = [
+        f"{'kernel':24}{'size':>24} {'dtype':9}{'us':>10}{'best peer':>26}{'x':>7}{'floor':>7}"
+    ]
+    for (kernel, size, dtype), impls in cases.items():
+        ours = impls.get("billfish", {}).get("us")
+        others = {n: r["us"] for n, r in impls.items() if n != "billfish" and "us" in r}
+        best = min(others, key=lambda name: others[name], default=None)
+        if ours is None:
+            end = f"{'wrong':>10}"
+        else:
+            peer = f"{best} {others[best]:.1f}" if best else "-"
+            ratio = f"{others[best] / ours:.2f}" if best else "-"
+            part = f"{100 * impls['billfish']['floor_us'] / ours:.0f}%"
+            end = f"{ours:10.1f}{peer:>26}{ratio:>7}{part:>7}"
+        lines.append(f"{kernel:24}{size:>24} {dtype:9}{end}")
+    return "\n".join(lines)
+
+
+def ablation_table(rows: Sequence[Row]) -> str:
+    """A line a switched technique: microseconds with all of them, with this one switched, times."""
+    lines = []
+    base: dict[tuple[str, str], float] = {}
+    for row in rows:
+        case = (row["kernel"], row["case"])
+        if row["technique"] == "all":
+            base[case] = row["us"]
+        elif case in base:
+            name = f"{row['technique']}: {row['setting']}"
+            lines.append(f"{' '.join(case):48}{base[case]:10.1f} {name:44}{row['us']:10.1f}"
+                         f"{row['us'] / base[case]:7.2f}")  # fmt: skip
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> None:
+    options = _parse(arguments)
+    cases = all_cases([name for name in options.kernels.split(",") if name], options.quick)
+    peers = None if options.peers is None else options.peers.split(",")
+    head = record.environment("billfish bench general " + " ".join(arguments), PACKAGES)
+    head["versions"] |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    head["missing"] = missing(cases)
+    measures: dict[str, Callable[..., list[Row]]] = {}
+    if options.out:
+        measures[options.out] = partial(compare, peers=peers, timer=time_in_turns)
+    if options.ablation:
+        measures[options.ablation] = partial(ablate, timer=time_in_turns)
+    rows = {path: _kept(path, head, cases) if options.keep else [] for path in measures}
+    rates = Rates.measured()
+    began = time.monotonic()
+    for index, case in enumerate(cases):
+        if time.monotonic() - began > options.time_limit:
+            print(f"out of time before {case.name}; --kernels and --keep go on from here")
+            break
+        print(f"[{index + 1}/{len(cases)}] {case.name}", flush=True)
+        for path, measure in measures.items():
+            if path == options.ablation and not case.settings:
+                continue
+            rows[path] += _measured(case, partial(measure, case, rates, DEVICE))
+            record.write(path, head | {"rates": rates.as_json()}, rows[path])
+            torch.cuda.empty_cache()
+        torch._dynamo.reset()
+    for path, show in ((options.out, table), (options.ablation, ablation_table)):
+        if path:
+            print(show(rows[path]))
+    if head["missing"]:
+        print(f"not installed here: {', '.join(head['missing'])}")
+
+
+def _measured(case: Case, measure: Callable[[], list[Row]]) -> list[Row]:
+    """A case that fails is told; the others go on."""
+    try:
+        return measure()
+    except Exception as problem:
+        print(f"{case.name}: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
+        return []
+
+
+def _kept(path: str, head: Mapping[str, Any], cases: Sequence[Case]) -> list[Row]:
+    """The rows that a file has of other kernels, measured on this device with this commit."""
+    if not Path(path).exists():
+        return []
+    old = json.loads(Path(path).read_text())
+    for name in ("device", "commit"):
+        if old[name] != head[name]:
+            raise ConfigError(f"--keep: {path} is of {name} {old[name]}, this is {head[name]}")
+    again = {case.kernel for case in cases}
+    return [row for row in old["rows"] if row["kernel"] not in again]
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    cli = argparse.ArgumentParser(
+        prog="billfish bench general",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    cli.add_argument("--out", help="JSON file for the comparison with peers")
+    cli.add_argument("--ablation", help="JSON file for the kernels with techniques switched off")
+    cli.add_argument("--kernels", default="", help="names of kernels or of domains: "
+                     + ", ".join(DOMAINS))  # fmt: skip
+    cli.add_argument("--peers", help="names of the peers wanted (default: all; '' for none)")
+    cli.add_argument("--quick", action="store_true", help="one size of each kernel")
+    cli.add_argument("--keep", action="store_true", help="keep what the files have of others")
+    cli.add_argument("--time-limit", type=float, default=540, help="start no case after (s)")
+    options = cli.parse_args(arguments)
+    if not (options.out or options.ablation):
+        cli.error("say where results go: --out FILE, --ablation FILE or both")
+    return options
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

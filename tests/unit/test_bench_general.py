@@ -1,0 +1,183 @@
+"""`billfish bench general`: its records, their arithmetic, and every case against its reference."""
+
+import json
+
+import pytest
+import torch
+
+from billfish.bench import general as bench
+from billfish.bench import general_case
+from billfish.bench.general_case import Case, relative_error
+from billfish.errors import ConfigError
+
+CPU = torch.device("cpu")
+RATES = bench.Rates(read=4000.0, copy=3200.0, write=2000.0, flops={torch.float32: 50e6})
+DOMAINS = [d for d in bench.DOMAINS if bench.find_spec(f"billfish.bench.general_{d}")]
+
+
+def doubled(**changes) -> Case:
+    options = {
+        "domain": "data", "kernel": "double", "size": "1000", "dtype": torch.float32,
+        "draw": lambda device: (torch.rand(1000, device=device),),
+        "run": lambda x: x * 2, "reference": lambda x: x.double() * 2,
+        "read": 4_000_000, "written": 4_000_000,
+        "peers": {"torch": lambda x: x + x, "off": lambda x: x * 2.001},
+        "settings": {"vector loads": {"off": lambda x: x + x, "half": lambda x: x * 3}},
+    }  # fmt: skip
+    return Case(**options | changes)
+
+
+def timer(impls, *, eager, ahead_cycles):
+    assert all(isinstance(calls, list) for calls in impls.values())
+    for calls in impls.values():
+        calls[0]()
+    return {name: (2500.0 * (i + 1), 0.125) for i, name in enumerate(impls)}
+
+
+def test_rows_of_a_comparison():
+    rows = bench.compare(doubled(), RATES, CPU, timer=timer)
+    assert rows[0] == {
+        "kernel": "double", "domain": "data", "size": "1000", "dtype": "float32",
+        "impl": "billfish", "bytes": 8_000_000, "flops": 0, "floor_us": 2500.0,
+        "rel_err": 0.0, "us": 2500.0, "spread": 0.125, "graph": True,
+    }  # fmt: skip
+    assert rows[1]["us"] == 5000.0
+    # What is wrong is told and not timed.
+    assert rows[2]["impl"] == "off"
+    assert rows[2]["rel_err"] == pytest.approx(5e-4, rel=0.05)
+    assert "us" not in rows[2]
+    line = bench.table(rows).splitlines()[1].split()
+    assert line == ["double", "1000", "float32", "2500.0", "torch", "5000.0", "2.00", "100%"]
+
+
+def test_rows_of_an_ablation(capsys):
+    rows = bench.ablate(doubled(), RATES, CPU, timer=timer)
+    assert rows == [
+        {"family": "general", "domain": "data", "kernel": "double", "technique": technique,
+         "setting": setting, "case": "1000 float32", "us": us, "spread": 0.125,
+         "bytes": 8_000_000, "floor_us": 2500.0}
+        for technique, setting, us in (("all", "on", 2500.0), ("vector loads", "off", 5000.0))
+    ]  # fmt: skip
+    assert "wrong results, not timed: vector loads: half" in capsys.readouterr().out
+    line = bench.ablation_table(rows).split()
+    assert line == ["double", "1000", "float32", "2500.0", "vector", "loads:", "off", "5000.0",
+                    "2.00"]  # fmt: skip
+
+
+def test_the_floor_is_the_slower_of_memory_and_arithmetic():
+    assert RATES.memory_us(4000, 0) == 1.0
+    assert RATES.memory_us(0, 4000) == 2.0
+    assert RATES.memory_us(3200, 3200) == 2.0
+    assert RATES.memory_us(3200 + 4000, 3200) == 3.0
+    assert RATES.floor_us(doubled(flops=500_000_000_000)) == 10_000.0
+    assert RATES.floor_us(doubled(flops=1000)) == 2500.0
+    # The rate of another dtype, where the case names it.
+    rates = bench.Rates(4000.0, 3200.0, 2000.0, {torch.float16: 1e6, torch.float32: 1.0})
+    assert rates.floor_us(doubled(flops=10**10, math=torch.float16)) == 10_000.0
+
+
+def test_missing_peers_are_named_and_not_called(monkeypatch):
+    monkeypatch.setitem(general_case.MODULES, "absent", "billfish_no_such_module")
+    case = doubled(peers={"absent device": lambda x: 1 / 0, "torch": lambda x: x + x})
+    rows = bench.compare(case, RATES, CPU, timer=timer)
+    assert [row["impl"] for row in rows] == ["billfish", "torch"]
+    assert bench.missing([case]) == ["absent device"]
+    chosen = bench.compare(doubled(), RATES, CPU, peers=[""], timer=timer)
+    assert [row["impl"] for row in chosen] == ["billfish"]
+
+
+def test_a_peer_that_fails_is_left_out(capsys):
+    case = doubled(peers={"broken": lambda x: 1 / 0})
+    assert len(bench.compare(case, RATES, CPU, timer=timer)) == 1
+    assert "broken: ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_results_in_place_do_not_reach_the_next():
+    case = doubled(run=lambda x: x.mul_(2), peers={"other": lambda x: x.mul_(2)})
+    rows = bench.compare(case, RATES, CPU, timer=timer)
+    assert [row["rel_err"] for row in rows] == [0.0, 0.0]
+
+
+def test_relative_error():
+    ones = torch.ones(4, dtype=torch.float64)
+    assert relative_error(ones.float(), ones) == 0
+    assert relative_error(ones + 0.1, ones) == pytest.approx(0.1)
+    assert relative_error((ones, ones * 2), (ones, ones)) == 1.0
+    assert relative_error(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 0, 0])) == 0.5
+    assert relative_error(ones, ones[:3]) == float("inf")
+    assert relative_error(ones, (ones,)) == float("inf")
+    assert not relative_error(ones * torch.nan, ones) <= 1e9
+    assert relative_error(torch.zeros(2), torch.zeros(2, dtype=torch.float64)) == 0
+
+
+def all_tiny():
+    modules = [bench.import_module(f"billfish.bench.general_{domain}") for domain in DOMAINS]
+    return [case for module in modules for case in module.tiny()]
+
+
+@pytest.mark.parametrize("case", all_tiny(), ids=lambda case: case.name)
+def test_a_case_on_the_cpu(case):
+    """The operation, and torch's peers, compute what the case says."""
+    impls = {"billfish": case.run}
+    impls |= {name: peer for name, peer in case.peers.items() if name.split()[0] == "torch"}
+    errors = bench.check(case, impls, CPU)
+    assert set(errors) == set(impls)
+    assert all(error <= case.limit for error in errors.values()), errors
+    assert case.read + case.written > 0
+
+
+def test_every_kernel_has_a_tiny_case_and_names_are_distinct():
+    cases = bench.all_cases()
+    assert len({case.name for case in cases}) == len(cases)
+    assert {case.kernel for case in cases} == {case.kernel for case in all_tiny()}
+    for case in cases:
+        assert case.domain in bench.DOMAINS
+        assert "all" not in case.settings
+
+
+def test_kernels_by_name():
+    assert {case.kernel for case in bench.all_cases(["scan"])} == {"scan"}
+    assert {case.domain for case in bench.all_cases(["data", "rms_norm"])} == {"data", "training"}
+    quick = bench.all_cases(["data"], quick=True)
+    assert len(quick) == len({case.kernel for case in quick})
+    assert quick[0] is not None
+    assert quick[0].name == bench.all_cases(["data"])[0].name
+    with pytest.raises(ConfigError, match="no general kernel is named skan"):
+        bench.all_cases(["skan"])
+
+
+def test_files_keep_rows_of_other_kernels(tmp_path):
+    path = tmp_path / "general.json"
+    head = {"device": "a GPU", "commit": "abc"}
+    assert bench._kept(str(path), head, []) == []
+    path.write_text(json.dumps(head | {"rows": [{"kernel": "double"}, {"kernel": "scan"}]}))
+    assert bench._kept(str(path), head, [doubled()]) == [{"kernel": "scan"}]
+    with pytest.raises(ConfigError, match="commit"):
+        bench._kept(str(path), head | {"commit": "def"}, [])
+
+
+def test_a_whole_run(tmp_path, monkeypatch, capsys):
+    """Everything but a GPU: heads, both files, tables, a case that fails, time that runs out."""
+    failing = doubled(kernel="fails", reference=lambda x: 1 / 0, settings={})
+    late = doubled(kernel="late")
+    monkeypatch.setattr(bench, "DEVICE", CPU)
+    monkeypatch.setattr(bench, "COLD_BYTES", 20_000_000)
+    monkeypatch.setattr(bench, "time_in_turns", timer)
+    monkeypatch.setattr(bench.Rates, "measured", classmethod(lambda cls: RATES))
+    monkeypatch.setattr(bench, "all_cases", lambda names, quick: [doubled(), failing, late])
+    clock = iter([0.0, 1.0, 2.0, 99.0])
+    monkeypatch.setattr(bench.time, "monotonic", lambda: next(clock))
+    out, ablation = tmp_path / "general.json", tmp_path / "ablation.json"
+    bench.main(["--out", str(out), "--ablation", str(ablation), "--time-limit", "50"])
+    for path, count in ((out, 3), (ablation, 2)):
+        found = json.loads(path.read_text())
+        assert {"device", "date", "commit", "versions", "command", "missing", "rates"} < set(found)
+        assert found["rates"]["copy_gbps"] == 3
+        assert len(found["rows"]) == count
+    said = capsys.readouterr().out
+    assert "fails 1000 float32: ZeroDivisionError" in said
+    assert "out of time before late" in said
+    assert "vector loads: off" in said
+    with pytest.raises(SystemExit):
+        bench.main(["--quick"])
+    assert "say where results go" in capsys.readouterr().err

@@ -140,6 +140,7 @@ class LLM:
             max_model_len=self.max_model_len,
             eos_token_ids=self.tokenizer.eos_token_ids,
             token_bytes=self.tokenizer.token_bytes,
+            named_token_bytes=self.tokenizer.named_token_bytes,
             scheduler=self.config.scheduler,
             prefix_caching=self.config.cache.prefix_caching,
             swap_blocks=self.config.cache.swap_blocks,

@@ -13,6 +13,7 @@ MAX_SAMPLES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 256
+MAX_SHOWN_SPECIAL_TOKEN_IDS = 256
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 1024
@@ -51,6 +52,9 @@ class SamplingParams:
     stop: strings that end the text, and are not part of it.
     include_stop_str_in_output: the stop string that ended the text is part of it after all.
     stop_token_ids: token ids that end the request, besides the model's own; not part of the text.
+    skip_special_tokens: control tokens are not part of the text; otherwise they are, by name, but
+        for the one that ends the request.
+    shown_special_token_ids: control tokens that are part of the text either way.
     ignore_eos: go on after the model's end-of-sequence tokens.
     structured: the form that the text must have; None allows all. Tokens that end the request can
         be chosen only where the text is complete, so it cannot be combined with ignore_eos.
@@ -75,6 +79,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True
+    shown_special_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     structured: StructuredOutput | None = None
 
@@ -93,12 +99,13 @@ class SamplingParams:
                 _check_int(name, count, 0, MAX_LOGPROBS)
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(value := getattr(self, name), bool):
                 raise InvalidRequestError(name, f"must be a bool, got {shown(value)}")
         self._check_texts("stop", MAX_STOP_STRINGS, MAX_STOP_STRING_LENGTH)
         self._check_texts("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
         self._check_ids("stop_token_ids", MAX_STOP_TOKEN_IDS)
+        self._check_ids("shown_special_token_ids", MAX_SHOWN_SPECIAL_TOKEN_IDS)
         if self.allowed_token_ids is not None:
             self._check_ids("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS)
             if not self.allowed_token_ids:

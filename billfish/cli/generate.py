@@ -43,6 +43,9 @@ def command(
     include_stop: Annotated[
         bool, typer.Option("--include-stop", help="Keep the stop string in the text.")
     ] = False,
+    special_tokens: Annotated[
+        bool, typer.Option("--special-tokens", help="Show control tokens by their names.")
+    ] = False,
     logprobs: Annotated[
         int | None,
         typer.Option(help="With --json: log-probabilities of tokens and so many likeliest ones."),
@@ -65,7 +68,8 @@ def command(
         "top_k": top_k, "min_p": min_p, "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty, "repetition_penalty": repetition_penalty,
         "seed": seed, "min_tokens": min_tokens, "bad_words": bad_word, "stop": stop,
-        "include_stop_str_in_output": include_stop, "logprobs": logprobs,
+        "include_stop_str_in_output": include_stop, "skip_special_tokens": not special_tokens,
+        "logprobs": logprobs,
     }  # fmt: skip
     if logprobs is not None and not as_json:
         raise InvalidRequestError("logprobs", "are shown with --json only")

@@ -95,6 +95,7 @@ class Engine:
         max_model_len: int,
         eos_token_ids: Collection[int],
         token_bytes: Callable[[int], bytes],
+        named_token_bytes: Callable[[int], bytes] | None = None,
         scheduler: SchedulerConfig,
         prefix_caching: bool = True,
         prefix_cache_key: bytes | None = None,
@@ -105,11 +106,12 @@ class Engine:
     ) -> None:
         """num_blocks: usable KV blocks, of block_size tokens each. max_model_len: longest sequence
         in tokens; scheduler.max_model_len lowers it. token_bytes: the UTF-8 bytes of a token, b""
-        for control tokens and for ids below vocab_size that are no token. prefix_caching: share the
-        blocks of equal beginnings. prefix_cache_key: of their digests; None draws one. swap_blocks:
-        places for KV blocks in host memory. overlap: compute a step while the next is planned; the
-        executor is an OverlappingExecutor. seed: of the seeds that requests without one get; None
-        takes the operating system's entropy. clock: seconds.
+        for control tokens and for ids below vocab_size that are no token. named_token_bytes: the
+        same, but of a control token its name; None: control tokens are never shown. prefix_caching:
+        share the blocks of equal beginnings. prefix_cache_key: of their digests; None draws one.
+        swap_blocks: places for KV blocks in host memory. overlap: compute a step while the next is
+        planned; the executor is an OverlappingExecutor. seed: of the seeds that requests without
+        one get; None takes the operating system's entropy. clock: seconds.
         ConfigError if a setting is out of range or two contradict each other.
         """
         if vocab_size < 1 or max_model_len < 1:
@@ -131,6 +133,7 @@ class Engine:
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._token_bytes = token_bytes
+        self._named_token_bytes = named_token_bytes or token_bytes
         self._seeds = DrawnSeeds(seed)
         self._clock = clock
         self._requests: dict[str, list[Request]] = {}  # the samples that go on
@@ -209,8 +212,9 @@ class Engine:
         prompt, max_tokens = self._check_prompt(prompt_token_ids, params.max_tokens)
         check_min_tokens(params, max_tokens)
         self._check_queue(params.n)
+        bytes_of = self._text_bytes(params)
         detokenizers = [
-            Detokenizer(self._token_bytes, prompt, params.stop, params.include_stop_str_in_output)
+            Detokenizer(bytes_of, prompt, params.stop, params.include_stop_str_in_output)
             for _ in range(params.n)
         ]
         seed = self._seeds.take(request_id) if params.seed is None else params.seed
@@ -493,6 +497,16 @@ class Engine:
             missing = request.params.logprobs is not None and name not in result.logprobs
             if missing or request.needs_prompt_logits:
                 raise ExecutorError(f"step {result.step}: no log-probabilities for {shown(name)}")
+
+    def _text_bytes(self, params: SamplingParams) -> Callable[[int], bytes]:
+        """What a token adds to the text of such a request."""
+        plain, named = self._token_bytes, self._named_token_bytes
+        if not params.skip_special_tokens:
+            return named
+        if not params.shown_special_token_ids:
+            return plain
+        shown = frozenset(params.shown_special_token_ids)
+        return lambda token_id: named(token_id) if token_id in shown else plain(token_id)
 
     def _check_request_id(self, request_id: str) -> None:
         if not isinstance(request_id, str) or not request_id:

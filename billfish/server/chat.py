@@ -28,12 +28,14 @@ def renamed(request: ChatRequest) -> dict[str, str]:
 
 def sampling(request: ChatRequest, model: ModelInfo, form: ToolFormat | None) -> SamplingParams:
     """InvalidRequestError for what does not go together."""
+    marks = form.control.values() if offered(request) and form is not None else ()
     return sampling_params(
         request,
         model.default_sampling,
         max_tokens=request.max_completion_tokens or request.max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         structured=_structure(request, form),
+        shown_special_token_ids=sorted(marks),
     )
 
 

@@ -121,15 +121,28 @@ class CompletionReply:
         }
         self._n = request.n or 1
         self._choices: list[Choice] = []
+        plain, named = tokenizer.token_bytes, tokenizer.named_token_bytes
+        output = named if request.skip_special_tokens is False else plain
         for number, ids in enumerate(prompts):
-            echo = self._prompt_text(number, ids, tokenizer) if request.echo else None
+            text = self._text_of_prompt(number)
+            prompt = plain if text is not None else output  # a text has no control tokens in it
+            echo, echoed = None, 0
+            if request.echo:
+                echo = self._decode(ids, tokenizer) if text is None else text
+                echoed = len(ids)
             for _ in range(self._n):
-                self._choices.append(Choice(len(self._choices), echo, ids, Offsets(tokenizer)))
+                offsets = Offsets(prompt, output, echoed)
+                self._choices.append(Choice(len(self._choices), echo, ids, offsets))
 
-    def _prompt_text(self, number: int, ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    def _text_of_prompt(self, number: int) -> str | None:
+        """None where it is given as token ids."""
         prompt = self._request.prompt
         each = prompt if isinstance(prompt, str) else prompt[number]
-        return each if isinstance(each, str) else tokenizer.decode(ids)
+        return each if isinstance(each, str) else None
+
+    def _decode(self, ids: Sequence[int], tokenizer: Tokenizer) -> str:
+        skip = self._request.skip_special_tokens is not False
+        return tokenizer.decode(ids, skip_special_tokens=skip)
 
     async def whole(self) -> dict[str, Any]:
         """The body of an answer that is not streamed."""

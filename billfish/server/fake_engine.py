@@ -5,6 +5,7 @@ metrics. The vocabulary is the 256 bytes, so that a character may span several t
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -40,9 +41,11 @@ from billfish.tokenizer import Tokenizer
 from billfish.tokenizer.chat_template import ChatTemplate
 from billfish.tokenizer.tokenizer import Vocabulary
 
-CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+SPOKEN = ("[TOOL_CALLS]", "[ARGS]")
+"""Control tokens that a reply may hold, by name: those of Mistral's tool calls."""
+CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *SPOKEN)
 VOCAB_SIZE = 256 + len(CONTROL)
-EOS = VOCAB_SIZE - 1
+EOS = 256 + CONTROL.index("<|im_end|>")
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -54,7 +57,7 @@ Reply = str | Callable[[str], str]
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Bytes as tokens 0 to 255, then the control tokens of ChatML."""
+    """Bytes as tokens 0 to 255, then control tokens."""
     control = {text: 256 + i for i, text in enumerate(CONTROL)}
     vocabulary = Vocabulary(
         texts=[*(f"<0x{byte:02X}>" for byte in range(256)), *CONTROL],
@@ -80,7 +83,7 @@ class ScriptedExecutor:
     ) -> None:
         self.reply = reply
         self.on_step = on_step
-        self._sequences: dict[str, tuple[SamplingParams, list[int], bytes, int]] = {}
+        self._sequences: dict[str, tuple[SamplingParams, list[int], Sequence[int], int]] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.on_step is not None:
@@ -117,11 +120,19 @@ class ScriptedExecutor:
         if sampling.logprobs is not None:
             result.logprobs[request_id] = fake_logprobs(token_id, sampling.logprobs)
 
-    def _script(self, prompt: Sequence[int]) -> bytes:
+    def _script(self, prompt: Sequence[int]) -> Sequence[int]:
         if isinstance(self.reply, str):
-            return self.reply.encode()
+            return _spoken(self.reply)
         text = bytes(token_id for token_id in prompt if token_id < 256)
-        return self.reply(text.decode(errors="replace")).encode()
+        return _spoken(self.reply(text.decode(errors="replace")))
+
+
+def _spoken(reply: str) -> list[int]:
+    parts = re.split("|".join(f"({re.escape(mark)})" for mark in SPOKEN), reply)
+    ids: list[int] = []
+    for part in filter(None, parts):
+        ids += [256 + CONTROL.index(part)] if part in SPOKEN else part.encode()
+    return ids
 
 
 def fake_logprobs(token_id: int, count: int) -> TokenLogprobs:
@@ -140,6 +151,7 @@ def make_engine(
 ) -> tuple[Engine, ModelInfo]:
     """A real engine over scripted tokens, and what it says of itself."""
     scheduler = scheduler or SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=256)
+    tokenizer = byte_tokenizer()
     engine = Engine(
         executor,
         num_blocks=num_blocks,
@@ -147,7 +159,8 @@ def make_engine(
         vocab_size=VOCAB_SIZE,
         max_model_len=max_model_len,
         eos_token_ids=(EOS, 256),
-        token_bytes=byte_tokenizer().token_bytes,
+        token_bytes=tokenizer.token_bytes,
+        named_token_bytes=tokenizer.named_token_bytes,
         scheduler=scheduler,
         seed=0,
     )

@@ -35,7 +35,8 @@ _T = TypeVar("_T")
 _SAME = (
     "n", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "allowed_token_ids", "bad_words", "seed", "stop",
-    "include_stop_str_in_output", "stop_token_ids", "ignore_eos", "min_tokens",
+    "include_stop_str_in_output", "stop_token_ids", "skip_special_tokens", "ignore_eos",
+    "min_tokens",
 )  # fmt: skip
 
 _numbers = itertools.count()
@@ -53,6 +54,7 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
     structured: StructuredOutput | None,
+    shown_special_token_ids: Sequence[int] = (),
 ) -> SamplingParams:
     """What a request asks for, and where it is silent the defaults of the model's file."""
     options: dict[str, Any] = dict(defaults)
@@ -69,6 +71,7 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         structured=structured,
+        shown_special_token_ids=tuple(shown_special_token_ids),
     )
 
 

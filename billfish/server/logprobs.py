@@ -1,27 +1,21 @@
 """Log-probabilities in the two shapes of OpenAI's API."""
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from billfish.engine.logprobs import TokenLogprobs
 from billfish.tokenizer import Tokenizer
+
+BytesOf: TypeAlias = Callable[[int], bytes]
 
 
 class LogprobFormatter:
     """Knows the text of each token of one vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.raw = lru_cache(1 << 16)(self._raw)
-
-    def _raw(self, token_id: int) -> bytes:
-        """The bytes of a token; of a control token those of its name."""
-        found = self._tokenizer.token_bytes(token_id)
-        if not found:
-            found = self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
-        return found
+        self.raw = lru_cache(1 << 16)(tokenizer.named_token_bytes)
 
     def chat(self, tokens: Iterable[TokenLogprobs]) -> list[dict[str, Any]]:
         """The `content` list of a chat's logprobs."""
@@ -65,14 +59,17 @@ class Offsets:
     """Where in the text each token begins, in characters. A token that begins within a character
     has the place of that character."""
 
-    def __init__(self, tokenizer: Tokenizer, start: int = 0) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, prompt: BytesOf, output: BytesOf, num_prompt: int) -> None:
+        """What a token adds to the text: the first num_prompt of them, and those after."""
+        self._prompt, self._output, self._prompt_left = prompt, output, num_prompt
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at = start
+        self._at = 0
 
     def next(self, token_id: int) -> int:
         at = self._at
-        self._at += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        bytes_of = self._prompt if self._prompt_left else self._output
+        self._prompt_left = max(0, self._prompt_left - 1)
+        self._at += len(self._decoder.decode(bytes_of(token_id)))
         return at
 
 

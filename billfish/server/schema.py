@@ -170,6 +170,9 @@ class Sampling(Strict):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=limits.MAX_STOP_TOKEN_IDS)] | None = (
         None
     )
+    skip_special_tokens: bool | None = Field(
+        default=None, description="false: control tokens show in the text by their names."
+    )
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stream: bool | None = None

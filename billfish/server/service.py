@@ -54,7 +54,8 @@ class Service:
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        return find_format(self.engine.tokenizer.chat_template, self.settings.tool_call_parser)
+        tokenizer, name = self.engine.tokenizer, self.settings.tool_call_parser
+        return find_format(tokenizer.chat_template, name, tokenizer.vocabulary.control)
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         self._check_model(body.model)

@@ -45,6 +45,8 @@ class ToolParser:
 
     marker: ClassVar[str] = ""
     """What the model writes in front of its calls; "" where they start the answer."""
+    marks: ClassVar[tuple[str, ...]] = ()
+    """What the parser looks for that may be a control token, and has to be shown to be found."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
@@ -162,6 +164,7 @@ class HermesParser(JsonCalls):
 
     marker = "<tool_call>"
     END = "</tool_call>"
+    marks = (marker, END)
 
     def _step(self, char: str) -> None:
         if self._where == "call":
@@ -268,10 +271,13 @@ class LlamaJsonParser(JsonCalls):
 
 
 class MistralParser(JsonCalls):
-    """[TOOL_CALLS] and then a JSON list of calls, or name[ARGS]{...} again and again."""
+    """[TOOL_CALLS] and then a JSON list of calls, or name[ARGS]{...} again and again, which may be
+    name[CALL_ID]id[ARGS]{...}."""
 
     marker = "[TOOL_CALLS]"
+    CALL_ID = "[CALL_ID]"
     ARGS = "[ARGS]"
+    marks = (marker, CALL_ID, ARGS)
     LONGEST_NAME = 256
 
     def __init__(self, names: Collection[str]) -> None:
@@ -339,7 +345,7 @@ class MistralParser(JsonCalls):
             self._give_up("" if self._started else self._scanner.text)
 
     def _in_name(self, char: str) -> None:
-        name = self._name.removesuffix(self.ARGS).rstrip()
+        name = self._name.removesuffix(self.ARGS).partition(self.CALL_ID)[0].rstrip()
         if char == "{" and name:
             self._where = "arguments"
             self._begin_call()

@@ -4,8 +4,8 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from billfish.errors import InvalidRequestError
@@ -24,10 +24,14 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """How a model writes its calls. name: of the parser. native: its chat template takes tools;
-    otherwise they are described in a system message of ours."""
+    otherwise they are described in a system message of ours. control: those marks of the format
+    that are control tokens of the vocabulary, with their ids. by_name: calls are name[ARGS]{...},
+    as newer models of Mistral write them, and no list."""
 
     name: str
     native: bool
+    control: Mapping[str, int] = field(default_factory=dict, hash=False)
+    by_name: bool = False
 
     def parser(self, functions: Sequence[Function]) -> ToolParser:
         return PARSERS[self.name]([function.name for function in functions])
@@ -38,24 +42,35 @@ class ToolFormat:
         return f"call_{secrets.token_hex(12)}"
 
 
-def find_format(template: str | None, name: str | None = None) -> ToolFormat | None:
+def find_format(
+    template: str | None, name: str | None = None, control: Mapping[str, int] | None = None
+) -> ToolFormat | None:
     """The format that a chat template teaches; name: the one that the server was told instead.
+    control: the vocabulary's control tokens.
 
     None: the template takes tools, but in a format that is not known here.
     """
     native = template is not None and re.search(r"\btools\b", template) is not None
-    if name is not None:
-        return ToolFormat(name, native)
-    if template is None or not native:
-        return ToolFormat("hermes", native=False)
+    name = name or _taught_format(template or "", native)
+    if name is None:
+        return None
+    known = control or {}
+    marks = {mark: known[mark] for mark in PARSERS[name].marks if mark in known}
+    by_name = name == "mistral" and "[ARGS]" in (template or "")
+    return ToolFormat(name, native, marks, by_name)
+
+
+def _taught_format(template: str, native: bool) -> str | None:
+    if not native:
+        return "hermes"
     if "[TOOL_CALLS]" in template:
-        return ToolFormat("mistral", native)
+        return "mistral"
     if "<function=" in template:
         return None
     if "<tool_call>" in template:
-        return ToolFormat("hermes", native)
+        return "hermes"
     if "<|python_tag|>" in template or '"parameters"' in template or "ipython" in template:
-        return ToolFormat("llama3_json", native)
+        return "llama3_json"
     return None
 
 
@@ -79,72 +94,95 @@ def constraint(
     if not forced and answer is None and not any(each.strict for each in functions):
         return None
     several = request.parallel_tool_calls is not False and not isinstance(choice, NamedToolChoice)
+    if form.name not in _LAYOUT:
+        raise InvalidRequestError(
+            "tool_choice" if forced else "tools",
+            f"calls in the format {form.name} cannot be enforced: use tool_choice auto or none, "
+            "no strict functions and no response_format",
+        )
     calls = _calls(form, functions, several, strict_only=not forced)
     if forced:
         start = "start: calls"
     elif answer is not None:
         start = f"start: calls | answer\nanswer: %json {json.dumps({**answer, **_SPACING})}"
     else:
-        start = _FREE_TEXT[form.name]
+        start = _free_text(form)
     return StructuredOutput.grammar(f"%llguidance {{}}\n{start}\n{calls}")
 
 
-# A lazy terminal ends at the first place where it can: where the mark of a call is complete.
-_FREE_TEXT = {
-    "hermes": (
-        "start: talk* tail\ntail: ANYTHING\nANYTHING: /(.|\\n)*/\n"
-        'talk: lead after_mark\nlead[lazy]: ANYTHING "<tool_call>"'
-    ),
-    "llama3_json": "start: calls | tail\ntail: /([^{\\s](.|\\n)*)?/",
-}
+def _free_text(form: ToolFormat) -> str:
+    """Rules of a grammar: text in which calls may be, which keep to their schemas."""
+    mark = _LAYOUT[form.name].mark
+    if not mark:  # calls are the whole answer, or there is none
+        return "start: calls | tail\ntail: /([^{\\s](.|\\n)*)?/"
+    if mark in form.control:  # no text can hold it
+        lead = f"lead: ANYTHING {_terms(form, mark)}"
+    else:  # a lazy terminal ends at the first place where it can: where the mark is complete
+        lead = f"lead[lazy]: ANYTHING {_terms(form, mark)}"
+    return f"start: talk* tail\ntail: ANYTHING\nANYTHING: /(.|\\n)*/\ntalk: lead after_mark\n{lead}"
 
 
 def _calls(
     form: ToolFormat, functions: Sequence[Function], several: bool, strict_only: bool
 ) -> str:
-    """Rules of a grammar: `calls`, for hermes also `after_mark`: a call whose mark was written."""
-    if form.name not in _LAYOUT:
-        raise InvalidRequestError(
-            "tool_choice", f"calls in the format {form.name} cannot be enforced; use auto or none"
-        )
-    layout = _LAYOUT[form.name]
+    """Rules of a grammar: `calls`, and `after_mark`: the same from behind the first mark on."""
+    layout = _BY_NAME if form.by_name else _LAYOUT[form.name]
     rules = []
     for number, function in enumerate(functions):
         free = strict_only and not function.strict
         schema = ANY_OBJECT if free else {**ANY_OBJECT, **(function.parameters or {})}
         schema = {**schema, **_SPACING}
-        head = _quoted(f'{{"name": "{function.name}", "{layout.key}": ')
-        rules.append(f'call_{number}: {head} arguments_{number} "}}"')
+        head = _terms(form, layout.head.format(name=function.name))
+        rules.append(f"call_{number}: {head} arguments_{number} {_terms(form, layout.tail)}")
         rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
     each = " | ".join(f"call_{number}" for number in range(len(functions)))
     rules.append(f"call: {each}")
-    begin, end, between = map(_quoted, (layout.begin, layout.end, layout.between))
-    more = f"({between} call)*" if several else ""
-    rules.append(f"calls: {begin} call {more} {end}")
-    if form.name == "hermes":
-        rules.append(f"after_mark: {_quoted(layout.begin.removeprefix('<tool_call>'))} call {end}")
+    more = f"({_terms(form, layout.between)} call)*" if several else ""
+    rules.append(f"after_mark: {layout.space} {_terms(form, layout.begin)} call {more} "
+                 f"{_terms(form, layout.end)}")  # fmt: skip
+    rules.append(f"calls: {_terms(form, layout.mark)} after_mark")
     return "\n".join(rules)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """What stands before, after and between calls, and the key of the arguments."""
+    """mark, begin: what stands before all calls, with `space`, a rule of the grammar, in the
+    middle; between, end: between and after them; head, tail: around the arguments of each."""
 
-    begin: str
-    between: str
-    end: str
-    key: str = "arguments"
+    mark: str = ""
+    space: str = ""
+    begin: str = ""
+    between: str = ""
+    end: str = ""
+    head: str = '{{"name": "{name}", "arguments": '
+    tail: str = "}"
 
 
 _LAYOUT = {
-    "hermes": _Layout("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
-    "llama3_json": _Layout("", "; ", "", "parameters"),
-    "mistral": _Layout("[TOOL_CALLS][", ", ", "]"),
+    "hermes": _Layout(
+        mark="<tool_call>",
+        begin="\n",
+        between="\n</tool_call>\n<tool_call>\n",
+        end="\n</tool_call>",
+    ),
+    "llama3_json": _Layout(between="; ", head='{{"name": "{name}", "parameters": '),
+    "mistral": _Layout(mark="[TOOL_CALLS]", space='" "?', begin="[", between=", ", end="]"),
 }
+_BY_NAME = _Layout(mark="[TOOL_CALLS]", between="[TOOL_CALLS]", head="{name}[ARGS]", tail="")
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text) if text else ""
+def _terms(form: ToolFormat, text: str) -> str:
+    """`text` in a grammar: its control tokens by id, for no text can stand for them, and its JSON
+    token by token, as in an answer that may be chosen instead."""
+    marks = "|".join(re.escape(mark) for mark in form.control)
+    terms = []
+    for part in re.split(f"({marks})", text) if marks else [text]:
+        if part in form.control:
+            terms.append(f"<[{form.control[part]}]>")
+        else:
+            pieces = re.findall(r'"[^"]*"|[{,:] ?|[^"{,:]+', part)
+            terms += map(json.dumps, pieces)
+    return " ".join(terms)
 
 
 INSTRUCTIONS = """\

@@ -145,14 +145,8 @@ class Tokenizer:
         token_bytes. Raises InvalidRequestError for an id outside the vocabulary.
         """
         vocabulary = self._vocabulary
-        parts = []
-        for token_id in ids:
-            self._check_id(token_id)
-            if not skip_special_tokens and token_id in vocabulary.control_ids:
-                parts.append(vocabulary.texts[token_id].encode())
-            else:
-                parts.append(vocabulary.token_bytes[token_id])
-        data = b"".join(parts)
+        bytes_of = self.token_bytes if skip_special_tokens else self.named_token_bytes
+        data = b"".join(map(bytes_of, ids))
         if vocabulary.space_prefix:
             data = data.removeprefix(b" ")
         return data.decode("utf-8", errors="replace")
@@ -164,6 +158,13 @@ class Tokenizer:
         vocabulary.
         """
         self._check_id(token_id)
+        return self._vocabulary.token_bytes[token_id]
+
+    def named_token_bytes(self, token_id: int) -> bytes:
+        """token_bytes, but of a control token its name. Raises what token_bytes raises."""
+        self._check_id(token_id)
+        if token_id in self._vocabulary.control_ids:
+            return self._vocabulary.texts[token_id].encode()
         return self._vocabulary.token_bytes[token_id]
 
     def render_chat(

@@ -150,8 +150,7 @@ class _Vocabulary:
         self.special_token_ids = []
         for i, data in enumerate(self.tokens):
             if not data:  # control tokens, and ids that are no token: by name, never as text
-                name = tokenizer.decode([i], skip_special_tokens=False)
-                self.tokens[i] = (name or f"<|unused_{i}|>").encode()
+                self.tokens[i] = tokenizer.named_token_bytes(i) or f"<|unused_{i}|>".encode()
                 self.special_token_ids.append(i)
 
     def __call__(self, text: str) -> list[int]:

@@ -78,8 +78,12 @@ def write(
     change_shapes: Callable[[dict[str, tuple[int, ...]]], None] = lambda shapes: None,
     metadata: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
     extra: dict[str, np.ndarray] | None = None,
+    more_control: tuple[str, ...] = (),
 ) -> Path:
-    """A file at `path`: matrices of the kind that `kinds` gives for their name, norms in F32."""
+    """A file at `path`: matrices of the kind that `kinds` gives for their name, norms in F32.
+
+    more_control: control tokens that the vocabulary has at its end.
+    """
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(LAYERS)
@@ -90,11 +94,12 @@ def write(
     writer.add_head_count_kv(KV_HEADS)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(VOCAB)
+    writer.add_vocab_size(VOCAB + len(more_control))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3] * len(CONTROL) + [1] * (VOCAB - len(CONTROL)))
+    writer.add_token_list([*TOKENS, *more_control])
+    ordinary = [1] * (VOCAB - len(CONTROL))
+    writer.add_token_types([3] * len(CONTROL) + ordinary + [3] * len(more_control))
     writer.add_token_merges(MERGES)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -102,6 +107,8 @@ def write(
         writer.add_chat_template(template)
     metadata(writer)
     shapes = tensor_shapes(tied)
+    for name in {"token_embd.weight", "output.weight"} & set(shapes):
+        shapes[name] = (VOCAB + len(more_control), HIDDEN)
     change_shapes(shapes)
     for name, shape in shapes.items():
         kind = kinds(name) if len(shape) == 2 else Type.F32

@@ -16,7 +16,7 @@ from billfish.errors import (
     QueueFullError,
 )
 from billfish.sampling_params import SamplingParams
-from billfish.server.fake_engine import ENDLESS, FakeEngine
+from billfish.server.fake_engine import ENDLESS, VOCAB_SIZE, FakeEngine
 from billfish.server.messages import EngineOutput, EngineRequest
 
 PROMPT = tuple(b"Hello")
@@ -120,7 +120,7 @@ class TestRefused:
             ({"prompt": (1, True)}, InvalidRequestError, "prompt_token_ids"),
             ({"prompt": (1, "a")}, InvalidRequestError, "prompt_token_ids"),
             ({"prompt": "abc"}, InvalidRequestError, "prompt_token_ids"),
-            ({"logit_bias": {259: 1.0}}, InvalidRequestError, "logit_bias"),
+            ({"logit_bias": {VOCAB_SIZE: 1.0}}, InvalidRequestError, "logit_bias"),
             ({"stop_token_ids": (10**6,)}, InvalidRequestError, "stop_token_ids"),
             ({"cache_salt": "\ud800"}, InvalidRequestError, "cache_salt"),
             ({"cache_salt": ""}, InvalidRequestError, "cache_salt"),

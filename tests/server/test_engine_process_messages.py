@@ -76,7 +76,8 @@ class TestMessages:
             presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.1,
             logit_bias={5: 1.5, 0: -100.0}, allowed_token_ids=(1, 2), bad_words=("no",),
             logprobs=3, prompt_logprobs=0, seed=2**64 - 1, stop=("a", "é"),
-            include_stop_str_in_output=True, stop_token_ids=(9,),
+            include_stop_str_in_output=True, stop_token_ids=(9,), skip_special_tokens=False,
+            shown_special_token_ids=(7,),
             structured=StructuredOutput.choice(["yes", "no"]),
         )  # fmt: skip
         # What is added to the options later must be named here, and differ from its default.

@@ -215,8 +215,8 @@ TOOLS = [
 ]
 
 
-def check_arguments(name: str, text: str) -> None:
-    value = json.loads(text)
+def check_arguments(name: str, arguments: str) -> None:
+    value = json.loads(arguments)
     assert set(value) == ({"city", "unit"} if name == "get_weather" else {"a", "b"})
 
 

@@ -45,6 +45,7 @@ from billfish.sampling_params import SamplingParams
         ("logprobs", -1), ("logprobs", 21), ("logprobs", True), ("logprobs", 1.0),
         ("prompt_logprobs", -1), ("prompt_logprobs", 21), ("prompt_logprobs", "1"),
         ("include_stop_str_in_output", 1), ("include_stop_str_in_output", None),
+        ("skip_special_tokens", 0), ("shown_special_token_ids", [-1]),
     ],
 )  # fmt: skip
 def test_refused_by_name(option: str, value: object) -> None:

@@ -28,6 +28,9 @@ def cases() -> list[Case]:
         softmax_gradient(8192, 4096, half),
         silu_mul(8192, 14336, half),
         gelu_tanh_mul(8192, 14336, half),
+        silu_mul_gradient(8192, 14336, half),
+        gelu_tanh_mul_gradient(8192, 14336, half),
+        rotary_embedding(8192, 32, 8, 128, half),
         cross_entropy(4096, 128256, half),
         linear_cross_entropy(4096, 4096, 128256, 1024, half),
         adamw_step(1 << 27, torch.float32),
@@ -47,6 +50,9 @@ def tiny() -> list[Case]:
         softmax_gradient(5, 40, single),
         silu_mul(5, 40, single),
         gelu_tanh_mul(5, 40, single),
+        silu_mul_gradient(5, 40, single),
+        gelu_tanh_mul_gradient(5, 40, single),
+        rotary_embedding(5, 4, 2, 16, single),
         cross_entropy(6, 70, single),
         linear_cross_entropy(7, 16, 60, 3, single),
         adamw_step(300, single),
@@ -258,22 +264,93 @@ def _gated(kernel: str, run: Function, exact: Function, chain: Function, liger: 
     )  # fmt: skip
 
 
-def silu_mul(rows: int, size: int, dtype: torch.dtype) -> Case:
-    def chain(x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, -1)
-        return functional.silu(gate) * up
+def swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return functional.silu(gate) * up
 
-    return _gated("silu_mul", general.silu_mul, general.silu_mul_reference, chain, "liger_swiglu",
-                  rows, size, dtype)  # fmt: skip
+
+def geglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
+def silu_mul(rows: int, size: int, dtype: torch.dtype) -> Case:
+    return _gated("silu_mul", general.silu_mul, general.silu_mul_reference, swiglu,
+                  "liger_swiglu", rows, size, dtype)  # fmt: skip
 
 
 def gelu_tanh_mul(rows: int, size: int, dtype: torch.dtype) -> Case:
-    def chain(x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, -1)
-        return functional.gelu(gate, approximate="tanh") * up
-
-    return _gated("gelu_tanh_mul", general.gelu_tanh_mul, general.gelu_tanh_mul_reference, chain,
+    return _gated("gelu_tanh_mul", general.gelu_tanh_mul, general.gelu_tanh_mul_reference, geglu,
                   "liger_geglu", rows, size, dtype)  # fmt: skip
+
+
+def _gated_gradient(kernel: str, exact: Function, chain: Function, liger: str,
+                    rows: int, size: int, dtype: torch.dtype) -> Case:  # fmt: skip
+    run = getattr(general, kernel)
+
+    def off(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        from billfish.kernels.general import gpu
+
+        return run(x), getattr(gpu, f"{kernel}_backward")(dy, x, fused=False)
+
+    moved = rows * size * dtype.itemsize
+    return Case(
+        domain=DOMAIN, kernel=f"{kernel} fwd+bwd", size=f"{rows} x {size}", dtype=dtype,
+        draw=_drawn((rows, 2 * size), (rows, size), dtype=dtype, grads=1),
+        run=with_gradients(run), reference=with_gradients(exact, wide=True),
+        read=5 * moved, written=3 * moved,
+        peers=_torch_peers(chain, gradients=True) | {"liger": with_gradients(with_liger(
+            lambda f, x: getattr(f, liger)(*x.chunk(2, -1))))},
+        settings={"gradients in one pass": {"off": off}},
+    )  # fmt: skip
+
+
+def silu_mul_gradient(rows: int, size: int, dtype: torch.dtype) -> Case:
+    return _gated_gradient("silu_mul", general.silu_mul_reference, swiglu, "liger_swiglu",
+                           rows, size, dtype)  # fmt: skip
+
+
+def gelu_tanh_mul_gradient(rows: int, size: int, dtype: torch.dtype) -> Case:
+    return _gated_gradient("gelu_tanh_mul", general.gelu_tanh_mul_reference, geglu,
+                           "liger_geglu", rows, size, dtype)  # fmt: skip
+
+
+def rotary_embedding(
+    tokens: int, heads: int, key_heads: int, size: int, dtype: torch.dtype
+) -> Case:
+    def draw(device: torch.device) -> tuple[Tensor, ...]:
+        query = torch.randn(tokens, heads, size, device=device).to(dtype)
+        key = torch.randn(tokens, key_heads, size, device=device).to(dtype)
+        angles = torch.randn(tokens, size // 2, device=device)
+        table = torch.cat((angles.cos(), angles.sin()), -1)
+        return query, key, torch.arange(tokens, device=device), table
+
+    def off(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        from billfish.kernels.general import rotary_gpu
+
+        query, key, positions, table = inputs
+        return rotary_gpu.rotary_embedding(query, key, positions, table, fused=False)
+
+    def chain(query: Tensor, key: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, ...]:
+        cos, sin = table[positions].unsqueeze(1).chunk(2, dim=-1)
+        turned = []
+        for x in (query, key):
+            low, high = x.float().chunk(2, -1)
+            turned.append(torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(dtype))
+        return tuple(turned)
+
+    def exact(query: Tensor, key: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, ...]:
+        return general.rotary_embedding_reference(
+            query.double(), key.double(), positions, table.double()
+        )
+
+    moved = tokens * (heads + key_heads) * size * dtype.itemsize
+    return Case(
+        domain=DOMAIN, kernel="rotary_embedding", size=f"{tokens} x {heads}+{key_heads} x {size}",
+        dtype=dtype, draw=draw, run=general.rotary_embedding, reference=exact,
+        read=moved + tokens * (4 * size + 8), written=moved, peers=_torch_peers(chain),
+        settings={"query and key in one launch": {"off": off}},
+    )  # fmt: skip
 
 
 def _drawn_targets(rows: int, classes: int, device: torch.device) -> Tensor:

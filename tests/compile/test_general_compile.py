@@ -15,6 +15,7 @@ from billfish.kernels.general import (
     histogram_gpu,
     layer_norm_gpu,
     reduce_gpu,
+    rotary_gpu,
     sample_gpu,
     scan_gpu,
     segment_reduce_gpu,
@@ -254,3 +255,22 @@ def test_adamw(monkeypatch):
         )  # fmt: skip
         assert code.count("LDG.E.128") > 0
         assert code.count("STG.E.128") > 0
+
+
+@pytest.mark.parametrize("function", ["silu_mul_backward", "gelu_tanh_mul_backward"])
+def test_gated_backward(monkeypatch, function):
+    x, dy = (torch.empty(4, n * 14336, dtype=torch.bfloat16) for n in (2, 1))
+    launch = lambda: getattr(gpu, function)(dy, x)  # noqa: E731
+    code = of_both(monkeypatch, gpu, "_gated_backward_kernel", launch)
+    assert code.count("LDG.E.128") > 0
+    assert code.count("STG.E.128") > 0
+
+
+@pytest.mark.parametrize(("dtype", "rotary_dim"), [(torch.bfloat16, 128), (torch.float32, 96)])
+def test_rotary_embedding(monkeypatch, dtype, rotary_dim):
+    query, key = torch.empty(4, 32, 128, dtype=dtype), torch.empty(4, 8, 128, dtype=dtype)
+    positions, table = torch.zeros(4, dtype=torch.int64), torch.empty(64, rotary_dim)
+    launch = lambda: rotary_gpu.rotary_embedding(query, key, positions, table)  # noqa: E731
+    code = of_both(monkeypatch, rotary_gpu, "_rotary_kernel", launch)
+    assert code.count("LDG.E.128") > 0
+    assert code.count("STG.E.128") > 0 or dtype == torch.bfloat16

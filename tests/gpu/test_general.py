@@ -11,9 +11,11 @@ from billfish.kernels import general
 from billfish.kernels.general import (
     adamw_gpu,
     compact_gpu,
+    gpu,
     histogram_gpu,
     layer_norm_gpu,
     reduce_gpu,
+    rotary_gpu,
     scan_gpu,
     segment_reduce_gpu,
     softmax_gpu,
@@ -252,6 +254,44 @@ def test_linear_cross_entropy(dtype):
     for one, other in zip(ours, exact, strict=True):
         error = (one.grad.double() - other.grad).norm() / other.grad.norm()
         assert error < {torch.float32: 5e-3, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
+@pytest.mark.parametrize("shape", [(1, 2), (0, 8), (1000, 28672), (7, 3, 202)])
+def test_gated_backward(shape, name, dtype):
+    x, dy = 3 * draw(*shape, dtype=dtype), draw(*shape[:-1], shape[-1] // 2, dtype=dtype, seed=1)
+    want = getattr(general, f"{name}_backward_reference")(dy.double(), x.double())
+    for fused in (True, False):
+        near(getattr(gpu, f"{name}_backward")(dy, x, fused=fused), want, 1e-5)
+    leaf = x.clone().requires_grad_()
+    (got,) = torch.autograd.grad(getattr(general, name)(leaf), leaf, dy)
+    near(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "key_heads", "size", "rotary_dim"),
+    [(0, 2, 1, 64, 64), (1, 32, 8, 128, 128), (3001, 32, 8, 128, 96), (50, 1, 1, 80, 20)],
+)
+def test_rotary_embedding(tokens, heads, key_heads, size, rotary_dim, dtype):
+    qkv = draw(tokens, heads + 2 * key_heads, size, dtype=dtype)
+    query, key, _ = qkv.split((heads, key_heads, key_heads), 1)
+    positions = torch.randint(0, 4096, (tokens,), device="cuda")
+    angles = draw(4096, rotary_dim // 2, seed=1)
+    table = torch.cat((angles.cos(), angles.sin()), -1)
+    leaves = [x.double().requires_grad_() for x in (query, key)]
+    want = general.rotary_embedding_reference(*leaves, positions, table.double())
+    grads = torch.autograd.grad(want, leaves, [x.double() for x in (query, key)])
+    for fused in (True, False):
+        got = rotary_gpu.rotary_embedding(query, key, positions, table, fused=fused)
+        back = rotary_gpu.rotary_embedding_backward(query, key, positions, table, fused=fused)
+        for part, exact in zip((*got, *back), (*want, *grads), strict=True):
+            near(part, exact, 1e-2 if dtype != torch.float32 else 1e-5)
+    ours = [x.clone().requires_grad_() for x in (query, key)]
+    out = general.rotary_embedding(*ours, positions, table)
+    for part, exact in zip(torch.autograd.grad(out, ours, (query, key)), grads, strict=True):
+        near(part, exact, 1e-2 if dtype != torch.float32 else 1e-5)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

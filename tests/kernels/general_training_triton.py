@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from billfish.kernels import general
-from billfish.kernels.general import adamw_gpu, cross_entropy_gpu, layer_norm_gpu, softmax_gpu
+from billfish.kernels.general import (
+    adamw_gpu,
+    cross_entropy_gpu,
+    gpu,
+    layer_norm_gpu,
+    rotary_gpu,
+    softmax_gpu,
+)
 
 DTYPES = (torch.float32, torch.float16)
 
@@ -140,3 +147,45 @@ def test_adamw(dtype, fused):
             )
             for part, exact in zip((param, *moments), want, strict=True):
                 close(part, exact, 1e-5)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_backward(dtype, name, fused):
+    reference = getattr(general, f"{name}_backward_reference")
+    backward = getattr(gpu, f"{name}_backward")
+    for shape in ((1, 2), (0, 8), (3, 2, 70)):
+        x, dy = 3 * draw(*shape, dtype=dtype), draw(*shape[:-1], shape[-1] // 2, dtype=dtype)
+        close(backward(dy, x, fused=fused), reference(dy.double(), x.double()))
+    far = torch.tensor([[-200.0, 200.0, -1e4, 1e30, -1e30, 1.0, 1.0, 1.0, 1.0, 1.0]])
+    got = backward(torch.ones(1, 5), far, fused=fused)
+    assert got[0, :5].tolist() == pytest.approx([0, 1, 0, 1, 0], abs=1e-6)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_embedding(dtype, fused):
+    for tokens, heads, key_heads, size, rotary_dim in (
+        (3, 4, 2, 16, 16), (2, 3, 1, 20, 6), (0, 2, 1, 8, 8), (2, 1, 5, 8, 4)
+    ):  # fmt: skip
+        qkv = draw(tokens, heads + key_heads, size, dtype=dtype)
+        query, key = qkv.split((heads, key_heads), 1)
+        positions = torch.arange(tokens) * 3 % 5
+        table = draw(5, rotary_dim, seed=1)
+        wide = query.double(), key.double()
+        got = rotary_gpu.rotary_embedding(query, key, positions, table, fused=fused)
+        for part, want in zip(
+            got, general.rotary_embedding_reference(*wide, positions, table.double()), strict=True
+        ):
+            close(part, want, 1e-3 if dtype == torch.float16 else 1e-5)
+            assert part.is_contiguous()
+        leaves = [x.requires_grad_() for x in wide]
+        out = general.rotary_embedding_reference(*leaves, positions, table.double())
+        grads = torch.autograd.grad(out, leaves, wide)
+        back = rotary_gpu.rotary_embedding_backward(query, key, positions, table, fused=fused)
+        for part, want in zip(back, grads, strict=True):
+            close(part, want, 1e-3 if dtype == torch.float16 else 1e-5)
+    x = draw(3, 1, 4)
+    outside, _ = rotary_gpu.rotary_embedding(x, x, torch.tensor([0, -1, 7]), draw(7, 4))
+    assert outside.isnan().all(2).flatten().tolist() == [False, True, True]

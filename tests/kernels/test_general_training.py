@@ -149,6 +149,51 @@ def test_linear_cross_entropy_memory_is_a_chunk(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (0, 8), (7, 66), (2, 3, 64), (6,)])
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
+def test_gated_activations_have_derivatives(name, shape, dtype):
+    x, dy = 3 * draw(*shape, dtype=dtype), draw(*shape[:-1], shape[-1] // 2, dtype=dtype, seed=1)
+    slack = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
+    reference = getattr(general, f"{name}_reference")
+    same_gradients(getattr(general, name), reference, (x,), dy, slack)
+    # What the definition of the derivative says is what autograd says of that of the operation.
+    leaf = x.double().requires_grad_()
+    (grad,) = torch.autograd.grad(reference(leaf), leaf, dy.double())
+    wanted = getattr(general, f"{name}_backward_reference")(dy.double(), x.double())
+    torch.testing.assert_close(grad, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_derivatives_of_gates_far_from_zero():
+    x = torch.tensor([[-200.0, 200.0, -30.0, 1.0, 1.0, 1.0]])
+    for function in (general.silu_mul, general.gelu_tanh_mul):
+        _, (grad,) = gradients(function, (x,))
+        torch.testing.assert_close(grad[0, :3], torch.tensor([0.0, 1.0, 0.0]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotary_dim", [16, 6])
+def test_rotary_embedding_has_a_derivative(dtype, rotary_dim):
+    qkv = draw(5, 7, 16, dtype=dtype)
+    positions = torch.tensor([3, 0, 9, 9, 1])
+    angles = draw(10, rotary_dim // 2, seed=1)
+    table = torch.cat((angles.cos(), angles.sin()), -1)
+
+    def ours(query, key):
+        return torch.cat(general.rotary_embedding(query, key, positions, table), 1)
+
+    def reference(query, key):
+        return torch.cat(
+            general.rotary_embedding_reference(query, key, positions, table.double()), 1
+        )
+
+    dy = draw(5, 6, 16, dtype=dtype, seed=2)
+    inputs = (qkv[:, :4], qkv[:, 4:6])
+    same_gradients(ours, reference, inputs, dy, 1e-6 if dtype == torch.float32 else 1e-2)
+    with pytest.raises(KernelArgumentError, match="cos_sin"):
+        general.rotary_embedding(*inputs, positions, table.requires_grad_())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [0, 1, 1001])
 def test_adamw(dtype, size):
     param, moments = draw(size, dtype=dtype), [torch.zeros(size), torch.zeros(size)]
@@ -167,6 +212,16 @@ def test_adamw(dtype, size):
         close(moments[1], exact[2])
 
 
+def swiglu(x):
+    gate, up = x.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+def geglu(x):
+    gate, up = x.chunk(2, -1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
 class Block(nn.Module):
     """A language model of one transformer block; `ours` says whose operations it uses."""
 
@@ -177,16 +232,25 @@ class Block(nn.Module):
         self.norms = nn.ParameterList([torch.ones(width) for _ in range(3)])
         self.biases = nn.ParameterList([torch.zeros(width)])
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up, self.down = (
+            nn.ModuleList([nn.Linear(*sizes) for _ in range(2)])
+            for sizes in ((width, 4 * width), (2 * width, width))
+        )
+        angles = torch.arange(32).unsqueeze(1) / 100.0 ** torch.linspace(0, 1, width // heads // 2)
+        self.register_buffer("cos_sin", torch.cat((angles.cos(), angles.sin()), -1))
 
     def forward(self, tokens, target):
         ours = self.ours
         x = self.embed(tokens)
         batch, length, width = x.shape
         rms = general.rms_norm if ours else lambda x, w, e: functional.rms_norm(x, w.shape, w, e)
+        rotary = general.rotary_embedding if ours else general.rotary_embedding_reference
         q, k, v = (
-            part.view(batch, length, self.heads, -1).transpose(1, 2)
-            for part in self.qkv(rms(x, self.norms[0], 1e-5)).chunk(3, -1)
+            self.qkv(rms(x, self.norms[0], 1e-5)).view(batch * length, 3, self.heads, -1).unbind(1)
+        )
+        q, k = rotary(q, k, torch.arange(length).repeat(batch), self.cos_sin)
+        q, k, v = (
+            part.reshape(batch, length, self.heads, -1).transpose(1, 2) for part in (q, k, v)
         )
         scores = q @ k.transpose(2, 3) / (width // self.heads) ** 0.5
         later = torch.ones(length, length, dtype=torch.bool).triu(1)
@@ -198,7 +262,9 @@ class Block(nn.Module):
         else:
             x = attended + x
             h = rms(x, self.norms[1], 1e-5)
-        x = x + self.down(functional.gelu(self.up(h)))
+        gates = (general.silu_mul, general.gelu_tanh_mul) if ours else (swiglu, geglu)
+        x = x + self.down[0](gates[0](self.up[0](h)))
+        x = x + self.down[1](gates[1](self.up[1](x)))
         if ours:
             x = general.layer_norm(x, self.norms[2], self.biases[0])
             flat = x.reshape(-1, width)
@@ -276,6 +342,12 @@ def test_operations_as_torch_sees_them():
         (ops.cross_entropy, (x, ONE, -100)),
         (ops.cross_entropy_backward, (draw(3), draw(3, 8), draw(3), ONE, -100)),
         (ops.linear_cross_entropy, (draw(3, 8), draw(5, 8), ONE, -100, 2, True)),
+        (ops.silu_mul, (x,)),
+        (ops.silu_mul_backward, (draw(3, 4), draw(3, 8))),
+        (ops.gelu_tanh_mul, (x,)),
+        (ops.gelu_tanh_mul_backward, (draw(3, 4), draw(3, 8))),
+        (ops.rotary_embedding, (draw(3, 2, 8).requires_grad_(), draw(3, 1, 8), ONE, draw(4, 6))),
+        (ops.rotary_embedding_backward, (draw(3, 2, 8), draw(3, 1, 8), ONE, draw(4, 6))),
         (ops.adamw_step, (draw(3), draw(3), draw(3), draw(3).abs(), 1, 0.1, 0.9, 0.9, 1e-8, 0.0)),
     ):
         opcheck(op.default, arguments)

@@ -12,7 +12,11 @@ from billfish.kernels.general.cross_entropy import (
     cross_entropy_reference,
     linear_cross_entropy,
 )
-from billfish.kernels.general.gelu_mul import gelu_tanh_mul, gelu_tanh_mul_reference
+from billfish.kernels.general.gelu_mul import (
+    gelu_tanh_mul,
+    gelu_tanh_mul_backward_reference,
+    gelu_tanh_mul_reference,
+)
 from billfish.kernels.general.histogram import histogram, histogram_reference
 from billfish.kernels.general.layer_norm import (
     layer_norm,
@@ -24,7 +28,11 @@ from billfish.kernels.general.rms_norm import rms_norm, rms_norm_reference
 from billfish.kernels.general.rotary import rotary_embedding, rotary_embedding_reference
 from billfish.kernels.general.scan import scan, scan_reference
 from billfish.kernels.general.segment_reduce import segment_reduce, segment_reduce_reference
-from billfish.kernels.general.silu_mul import silu_mul, silu_mul_reference
+from billfish.kernels.general.silu_mul import (
+    silu_mul,
+    silu_mul_backward_reference,
+    silu_mul_reference,
+)
 from billfish.kernels.general.softmax import softmax, softmax_backward_reference, softmax_reference
 from billfish.kernels.general.transpose import transpose, transpose_reference
 
@@ -37,6 +45,7 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_reference",
     "gelu_tanh_mul",
+    "gelu_tanh_mul_backward_reference",
     "gelu_tanh_mul_reference",
     "histogram",
     "histogram_reference",
@@ -55,6 +64,7 @@ __all__ = [
     "segment_reduce",
     "segment_reduce_reference",
     "silu_mul",
+    "silu_mul_backward_reference",
     "silu_mul_reference",
     "softmax",
     "softmax_backward_reference",

@@ -140,3 +140,58 @@ def _gated(gate_up: Tensor, *, gelu: bool) -> Tensor:
                 num_warps=min(8, max(1, block // 256)), **launch_options(pdl),
             )  # fmt: skip
     return out
+
+
+@triton.jit
+def _gated_backward_kernel(
+    dy, gate_up, out, dy_stride, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    GELU: tl.constexpr, OF_GATE: tl.constexpr, OF_UP: tl.constexpr,
+):  # fmt: skip
+    """With s = sigmoid(z): dy * up * s * (1 + gate * (1 - s) * dz / dgate), and dy * gate * s."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = d < SIZE
+    grad = tl.load(dy + row * dy_stride + d, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up + row * row_stride + d, mask=inside, other=0.0).to(tl.float32)
+    z = gate
+    slope = tl.full([BLOCK], 1.0, tl.float32)
+    if GELU:
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
+    s = 1.0 / (1.0 + tl.exp(-z))
+    # 1 - s from its own exponential: near s = 1 the difference would have no digits left.
+    rest = 1.0 / (1.0 + tl.exp(z))
+    if OF_GATE:
+        up = tl.load(gate_up + row * row_stride + SIZE + d, mask=inside, other=0.0).to(tl.float32)
+        # Where s or 1 - s vanishes, gate and slope may be too large for a product: 0, not NaN.
+        bend = tl.where((s == 0.0) | (rest == 0.0), 0.0, gate * rest * slope)
+        of_gate = grad * up * s * (1.0 + bend)
+        tl.store(out + row * 2 * SIZE + d, of_gate.to(out.dtype.element_ty), mask=inside)
+    if OF_UP:
+        of_up = (grad * gate * s).to(out.dtype.element_ty)
+        tl.store(out + row * 2 * SIZE + SIZE + d, of_up, mask=inside)
+
+
+def silu_mul_backward(dy: Tensor, gate_up: Tensor, *, fused: bool = True) -> Tensor:
+    return _gated_backward(dy, gate_up, fused, gelu=False)
+
+
+def gelu_tanh_mul_backward(dy: Tensor, gate_up: Tensor, *, fused: bool = True) -> Tensor:
+    return _gated_backward(dy, gate_up, fused, gelu=True)
+
+
+def _gated_backward(dy: Tensor, gate_up: Tensor, fused: bool, *, gelu: bool) -> Tensor:
+    """fused: both gradients in one pass."""
+    size = gate_up.shape[-1] // 2
+    grads, rows = _rows(dy), _rows(gate_up)
+    out = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+    if rows.shape[0]:
+        block = min(2048, triton.next_power_of_2(size))
+        with _on(gate_up):
+            for of_gate, of_up in [(True, True)] if fused else [(True, False), (False, True)]:
+                _gated_backward_kernel[(rows.shape[0], triton.cdiv(size, block))](
+                    grads, rows, out, grads.stride(0), rows.stride(0), SIZE=size, BLOCK=block,
+                    GELU=gelu, OF_GATE=of_gate, OF_UP=of_up,
+                    num_warps=min(8, max(1, block // 256)),
+                )  # fmt: skip
+    return out

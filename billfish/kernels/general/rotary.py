@@ -1,11 +1,26 @@
-"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864), halves rotated as in GPT-NeoX."""
+"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864), halves rotated as in GPT-NeoX, and
+its derivative: the same rotation backwards.
+
+The technique's switch: `rotary_gpu.rotary_embedding(..., fused=False)` turns query and key in a
+launch each.
+"""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from billfish.kernels._library import bad_argument, check_activation, check_like, register
+from billfish.kernels._library import (
+    bad_argument,
+    check_activation,
+    check_like,
+    check_no_grad,
+    differentiate,
+    register,
+)
+
+_GPU = "billfish.kernels.general.rotary_gpu"
 
 
 def rotary_embedding_reference(
@@ -72,12 +87,39 @@ def _fake(query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> tup
     return query.new_empty(query.shape), key.new_empty(key.shape)
 
 
+def _backward_cpu(
+    dquery: Tensor, dkey: Tensor, positions: Tensor, cos_sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    cos, sin = angles_of(positions, cos_sin)
+    dq, dk = (rotate(dy, (cos, -sin)).to(dy.dtype).contiguous() for dy in (dquery, dkey))
+    return dq, dk
+
+
 _rotary_embedding: Callable[..., tuple[Tensor, Tensor]] = register(
     "rotary_embedding(Tensor query, Tensor key, Tensor positions, Tensor cos_sin) "
     "-> (Tensor, Tensor)",
     fake=_fake,
     cpu=rotate_both,
+    gpu=_GPU,
 )
+_rotary_embedding_backward: Callable[..., tuple[Tensor, Tensor]] = register(
+    "rotary_embedding_backward(Tensor dquery, Tensor dkey, Tensor positions, Tensor cos_sin) "
+    "-> (Tensor, Tensor)",
+    fake=_fake,
+    cpu=_backward_cpu,
+    gpu=_GPU,
+)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[2:])
+
+
+def _backward(ctx: Any, dquery: Tensor, dkey: Tensor) -> tuple[Tensor | None, ...]:
+    return *_rotary_embedding_backward(dquery, dkey, *ctx.saved_tensors), None, None
+
+
+differentiate("rotary_embedding", _save, _backward)
 
 
 def rotary_embedding(
@@ -89,9 +131,10 @@ def rotary_embedding(
     QKV too). positions: int64 [T]. cos_sin: float32 [max_pos, rotary_dim], cosines in the first
     half, sines in the second; rotary_dim even, at most D. Dimension i is paired with
     i + rotary_dim / 2. Computed in float32, rounded once. Returns new, contiguous (query, key).
+    Differentiable once, but not by cos_sin. Deterministic, forward and backward.
 
-    Raises KernelArgumentError: dtype, device or shape is wrong; on a CPU also a position outside
-    the table.
+    Raises KernelArgumentError: dtype, device or shape is wrong, cos_sin requires a gradient; on a
+    CPU also a position outside the table, which on a GPU gives NaN.
     """
     check_activation("query", query)
     if query.dim() != 3:
@@ -106,6 +149,7 @@ def rotary_embedding(
     if cos_sin.dtype != torch.float32 or cos_sin.dim() != 2:
         got = f"{cos_sin.dtype} {tuple(cos_sin.shape)}"
         raise bad_argument("cos_sin", got, "float32 [max_pos, rotary_dim]")
+    check_no_grad("cos_sin", cos_sin)
     rotary_dim = cos_sin.shape[1]
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise bad_argument("cos_sin", tuple(cos_sin.shape), f"rotary_dim even, 2 to {head_dim}")

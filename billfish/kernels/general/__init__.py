@@ -1,8 +1,9 @@
 """The general kernels, each with its reference: what layers of a model need besides products and
-attention, in inference and in training, and parallel data processing.
+attention, in inference and in training, parallel data processing, and scientific computing.
 
 y, residual = general.rms_norm(x, weight, 1e-5, residual)
 running = general.scan(x, dim=-1, exclusive=False)
+warm = general.heat_equation(x, 0.1, steps=100)
 """
 
 from billfish.kernels.general.adamw import AdamW, adamw_reference, adamw_step
@@ -34,6 +35,7 @@ from billfish.kernels.general.silu_mul import (
     silu_mul_reference,
 )
 from billfish.kernels.general.softmax import softmax, softmax_backward_reference, softmax_reference
+from billfish.kernels.general.stencil import heat_equation, heat_equation_reference
 from billfish.kernels.general.transpose import transpose, transpose_reference
 
 __all__ = [
@@ -47,6 +49,8 @@ __all__ = [
     "gelu_tanh_mul",
     "gelu_tanh_mul_backward_reference",
     "gelu_tanh_mul_reference",
+    "heat_equation",
+    "heat_equation_reference",
     "histogram",
     "histogram_reference",
     "layer_norm",

@@ -1,0 +1,43 @@
+"""The kernels of scientific computing, compiled without a GPU: what their machine code holds."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+
+from billfish.kernels.general import stencil_gpu
+from tests.compile.test_general_compile import of_both
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("compiles, so not with TRITON_INTERPRET=1", allow_module_level=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "boundary", "fused"),
+    [
+        (torch.float32, "dirichlet", 2),
+        (torch.float32, "periodic", 1),
+        (torch.float64, "neumann", 2),
+        (torch.bfloat16, "dirichlet", 1),
+    ],
+)
+def test_heat_equation(monkeypatch, dtype, boundary, fused):
+    x = torch.empty(64, 512, 512, dtype=dtype)
+
+    def launch(coalesced=True):
+        stencil_gpu.heat_equation(
+            x, 0.1, 0.1, 0.1, fused, boundary, 0.0, fused=fused, coalesced=coalesced
+        )
+
+    code = of_both(monkeypatch, stencil_gpu, "_heat_kernel", launch)
+    width = "64" if dtype == torch.bfloat16 else "128"
+    assert code.count(f"LDG.E.{width}") > 0
+    assert code.count(f"STG.E.{width}") > 0
+    # Neighbours meet in shared memory and by shuffles.
+    assert "STS" in code.sass
+    assert "SHFL" in code.sass
+    if fused == 2 and dtype == torch.float32:
+        code = of_both(monkeypatch, stencil_gpu, "_heat_kernel", lambda: launch(False))
+        assert code.count("LDG.E.128") == 0

@@ -1,0 +1,55 @@
+"""The kernels of scientific computing on a GPU, against float64."""
+
+import pytest
+import torch
+
+from billfish.kernels import general
+from billfish.kernels.general import stencil_gpu
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+ROUNDING = {
+    torch.float64: 1e-13, torch.float32: 4e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11,
+}  # fmt: skip
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    rng = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=rng, device="cuda", dtype=torch.float64).to(dtype)
+
+
+def close(got, want, tolerance=None):
+    tolerance = tolerance or ROUNDING[got.dtype]
+    torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 5), (65, 1, 300), (40, 130, 127), (9, 64, 64)])
+@pytest.mark.parametrize("boundary", ["dirichlet", "neumann", "periodic"])
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_heat_equation(dtype, boundary, shape):
+    x, value = draw(*shape, dtype=dtype), 1.5 if boundary == "dirichlet" else 0.0
+    rate = (0.1, 0.2, 0.05)
+    want = general.heat_equation_reference(x.double(), rate, 9, boundary, value)
+    for fused in (1, 2, 4):
+        for coalesced in (True, False):
+            options = {"fused": fused, "coalesced": coalesced}
+            got = stencil_gpu.heat_equation(x, *rate, 9, boundary, value, **options)
+            close(got, want)
+            again = stencil_gpu.heat_equation(x, *rate, 9, boundary, value, **options)
+            assert torch.equal(got, again)
+    view = torch.stack((x, x), -1)[..., 0].transpose(0, 2)
+    close(
+        general.heat_equation(view, rate[::-1], 9, boundary, value), want.transpose(0, 2),
+    )  # fmt: skip
+
+
+def test_heat_equation_of_more_than_two_thousand_million_values():
+    x = torch.zeros(2049, 1024, 1024, dtype=torch.float16, device="cuda")
+    x[2048, 1000, 1000] = 1.0
+    got = general.heat_equation(x, 0.125, 1)
+    assert got[2048, 1000, 1000] == 0.25
+    assert got[2047, 1000, 1000] == got[2048, 1000, 1001] == got[2048, 999, 1000] == 0.125
+    assert got.sum(dtype=torch.float64) == 0.875  # an eighth has left

@@ -1,0 +1,56 @@
+"""The kernels of scientific computing, run in Triton's interpreter against their definitions.
+
+Run by test_general_science_triton.py in a process of its own. By hand:
+TRITON_INTERPRET=1 pytest tests/kernels/general_science_triton.py
+"""
+
+import pytest
+import torch
+
+from billfish.kernels import general
+from billfish.kernels.general import stencil_gpu
+
+ROUNDING = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 2.0**-11}
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=rng, dtype=torch.float64).to(dtype)
+
+
+def close(got, want, tolerance=None):
+    tolerance = tolerance or ROUNDING[got.dtype]
+    torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("boundary", "dtype", "shape", "fused"),
+    [
+        ("dirichlet", torch.float32, (2, 5, 9), 2),
+        ("dirichlet", torch.float64, (1, 1, 1), 1),
+        ("neumann", torch.float64, (2, 9, 1), 3),
+        ("neumann", torch.float16, (1, 3, 20), 1),
+        ("periodic", torch.float32, (2, 1, 9), 4),
+        ("periodic", torch.float64, (1, 9, 3), 2),
+    ],
+)
+def test_heat_equation(boundary, dtype, shape, fused):
+    x, value = draw(*shape, dtype=dtype), 1.5 if boundary == "dirichlet" else 0.0
+    rate = (0.125, 0.0625, 0.1)
+    want = general.heat_equation_reference(x.double(), rate, 3, boundary, value)
+    got = stencil_gpu.heat_equation(
+        x, *rate, 3, boundary, value, fused=fused, rows=16 if fused == 4 else 8, columns=16
+    )
+    close(got, want)
+    assert got.is_contiguous()
+
+
+def test_heat_equation_of_views_in_chunks():
+    x = draw(40, 6, 14)[::2, 1:, ::2]
+    want = general.heat_equation_reference(x.double(), (0.1,) * 3, 1)
+    for coalesced in (True, False):
+        got = stencil_gpu.heat_equation(
+            x, 0.1, 0.1, 0.1, 1, "dirichlet", 0.0, fused=2, coalesced=coalesced, columns=32
+        )
+        close(got, want)
+    assert stencil_gpu.heat_equation(x[:0], 0.1, 0.1, 0.1, 2, "periodic", 0.0).shape == (0, 5, 7)

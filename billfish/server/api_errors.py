@@ -115,12 +115,13 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     param = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in place).removeprefix(".")
     reason = {
         "extra_forbidden": "is not supported",
+        "none_required": "is not supported",
         "missing": "is required",
         "union_tag_not_found": "lacks the field that says what it is",
     }.get(best["type"])
     if reason is None:
         reason = str(best["msg"]).removeprefix("Value error, ")
-    code = "unsupported_parameter" if best["type"] == "extra_forbidden" else None
+    code = "unsupported_parameter" if reason == "is not supported" else None
     shown = param if len(param) <= 200 else f"{param[:200]}..."
     return ApiError(400, f"{shown or 'body'}: {reason}", param=shown or None, code=code)
 

@@ -52,6 +52,10 @@ def _check_schema(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
 SchemaObject = Annotated[dict[str, JsonValue], AfterValidator(_check_schema)]
 """A JSON schema within the bounds of StructuredOutput."""
 
+NotSupported: TypeAlias = None
+"""Of a field that OpenAI has and this server has not: null, as many clients send for what they do
+not ask for."""
+
 _ELSEWHERE = {
     "functions": "is not supported: use tools",
     "function_call": "is not supported: use tool_choice",
@@ -230,6 +234,8 @@ class CompletionRequest(Sampling):
     )
     logprobs: Annotated[int, Field(ge=0, le=limits.MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    best_of: NotSupported = None
+    suffix: NotSupported = None
     add_special_tokens: bool | None = Field(
         default=None, description="Begin a text prompt as the model asks for; true if not given."
     )
@@ -380,6 +386,17 @@ class ChatRequest(Sampling):
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     modalities: list[Literal["text"]] | None = None
+    audio: NotSupported = None
+    function_call: NotSupported = None
+    functions: NotSupported = None
+    metadata: NotSupported = None
+    prediction: NotSupported = None
+    prompt_cache_key: NotSupported = None
+    prompt_cache_retention: NotSupported = None
+    reasoning_effort: NotSupported = None
+    safety_identifier: NotSupported = None
+    verbosity: NotSupported = None
+    web_search_options: NotSupported = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatRequest":

@@ -18,11 +18,17 @@ def cases() -> list[Case]:
         heat_equation((512, 512, 512), 1, torch.float32),
         heat_equation((512, 512, 512), 1, torch.float64),
         heat_equation((768, 768, 768), 1, torch.bfloat16),
+        nbody_acceleration(16384, torch.float32),
+        nbody_acceleration(262144, torch.float32),
+        nbody_acceleration(32768, torch.float64),
     ]
 
 
 def tiny() -> list[Case]:
-    return [heat_equation((3, 4, 5), 3, torch.float32)]
+    return [
+        heat_equation((3, 4, 5), 3, torch.float32),
+        nbody_acceleration(70, torch.float32),
+    ]
 
 
 HEAT = 0.125
@@ -83,4 +89,51 @@ def heat_equation(shape: tuple[int, int, int], steps: int, dtype: torch.dtype) -
         read=moved, written=moved,
         peers={"torch conv3d": convolved, "torch.compile": compiled(chain)},
         settings={"coalesced": {"off": switched(coalesced=False)}} | (fused if steps > 1 else {}),
+    )  # fmt: skip
+
+
+SOFTENING = 0.01
+
+
+def _all_pairs(position: Tensor, mass: Tensor) -> Tensor:
+    """Component by component: torch.compile makes one kernel of sums of it, with no n x n."""
+    x, y, z = position.unbind(1)
+    away = [c[None, :] - c[:, None] for c in (x, y, z)]
+    square = away[0] * away[0] + away[1] * away[1] + away[2] * away[2] + SOFTENING**2
+    pull = mass * square.rsqrt() ** 3
+    return torch.stack([(pull * d).sum(1) for d in away], 1)
+
+
+def _some_at_a_time(position: Tensor, mass: Tensor) -> Tensor:
+    """The reference, with no n x n in memory."""
+    wide, heavy = position.double(), mass.double()
+    parts = []
+    for own in wide.split(2048):
+        total = torch.zeros_like(own)
+        for other, weight in zip(wide.split(8192), heavy.split(8192), strict=True):
+            away = other[None] - own[:, None]
+            square = away.square().sum(-1, keepdim=True) + SOFTENING**2
+            total += (weight[:, None] * away * square**-1.5).sum(1)
+        parts.append(total)
+    return torch.cat(parts)
+
+
+def nbody_acceleration(n: int, dtype: torch.dtype) -> Case:
+    """Bound by arithmetic: twenty operations a pair."""
+
+    def off(position: Tensor, mass: Tensor) -> Tensor:
+        from billfish.kernels.general import nbody_gpu
+
+        return nbody_gpu.nbody_acceleration(position, mass, SOFTENING, 1.0, tiled=False)
+
+    peers = {"torch.compile": compiled(_all_pairs)}
+    if n <= 16384:
+        peers["torch"] = _all_pairs
+    return Case(
+        domain=DOMAIN, kernel="nbody_acceleration", size=f"{n}", dtype=dtype,
+        draw=lambda device: (
+            torch.randn(n, 3, device=device).to(dtype), torch.rand(n, device=device).to(dtype)),
+        run=lambda position, mass: general.nbody_acceleration(position, mass, SOFTENING),
+        reference=_some_at_a_time, read=4 * n * dtype.itemsize, written=3 * n * dtype.itemsize,
+        flops=20 * n * n, peers=peers, settings={"tiles in shared memory": {"off": off}},
     )  # fmt: skip

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from billfish.kernels.general import stencil_gpu
+from billfish.kernels.general import nbody_gpu, stencil_gpu
 from tests.compile.test_general_compile import of_both
 
 if triton.knobs.runtime.interpret:
@@ -41,3 +41,19 @@ def test_heat_equation(monkeypatch, dtype, boundary, fused):
     if fused == 2 and dtype == torch.float32:
         code = of_both(monkeypatch, stencil_gpu, "_heat_kernel", lambda: launch(False))
         assert code.count("LDG.E.128") == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "softening"), [(torch.float32, 0.0), (torch.float32, 0.1), (torch.float64, 0.1)]
+)
+def test_nbody_acceleration(monkeypatch, dtype, softening):
+    position, mass = torch.empty(65536, 3, dtype=dtype), torch.empty(65536, dtype=dtype)
+    monkeypatch.setattr(nbody_gpu, "reduce", lambda parts, op: torch.empty(3 * 65536))
+    for tiled in (True, False):
+        code = of_both(
+            monkeypatch, nbody_gpu, "_nbody_kernel",
+            lambda t=tiled: nbody_gpu.nbody_acceleration(position, mass, softening, 1.0, tiled=t),
+        )  # fmt: skip
+        if dtype == torch.float32:
+            # Bodies are handed around in shared memory, four numbers a read.
+            assert (code.count("LDS.128") > 0) == tiled

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from billfish.kernels import general
-from billfish.kernels.general import stencil_gpu
+from billfish.kernels.general import nbody_gpu, stencil_gpu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,3 +53,36 @@ def test_heat_equation_of_more_than_two_thousand_million_values():
     assert got[2048, 1000, 1000] == 0.25
     assert got[2047, 1000, 1000] == got[2048, 1000, 1001] == got[2048, 999, 1000] == 0.125
     assert got.sum(dtype=torch.float64) == 0.875  # an eighth has left
+
+
+@pytest.mark.parametrize("softening", [0.0, 0.1])
+@pytest.mark.parametrize("n", [0, 1, 63, 64, 65, 1000, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nbody_acceleration(dtype, n, softening):
+    position, mass = draw(n, 3, dtype=dtype), draw(n, dtype=dtype, seed=1).abs()
+    if n:
+        position[n // 2] = position[0]
+    want = general.nbody_acceleration_reference(position.double(), mass.double(), softening)
+    scale = want.norm() / max(n, 1) ** 0.5 if n else 1.0
+    for tiled in (True, False):
+        for parts in (None, 1, 7):
+            options = {"tiled": tiled, "parts": parts}
+            got = nbody_gpu.nbody_acceleration(position, mass, softening, 1.0, **options)
+            limit = (2e-6 if dtype == torch.float32 else 1e-13) * (1 + n**0.5)
+            assert bool(
+                ((got.double() - want).norm(dim=1) <= limit * (want.norm(dim=1) + scale)).all()
+            )
+            again = nbody_gpu.nbody_acceleration(position, mass, softening, 1.0, **options)
+            assert torch.equal(got, again)
+
+
+def test_a_cluster_keeps_momentum():
+    position, velocity, mass = draw(4096, 3), 0.1 * draw(4096, 3, seed=1), draw(4096, seed=2).abs()
+    mass /= mass.sum()
+    before = (mass[:, None] * velocity).sum(0)
+    acceleration = None
+    for _ in range(50):
+        position, velocity, acceleration = general.leapfrog_step(
+            position, velocity, mass, 0.01, 0.05, acceleration=acceleration
+        )
+    torch.testing.assert_close((mass[:, None] * velocity).sum(0), before, rtol=0, atol=1e-5)

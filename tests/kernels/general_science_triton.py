@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from billfish.kernels import general
-from billfish.kernels.general import stencil_gpu
+from billfish.kernels.general import nbody_gpu, stencil_gpu
 
 ROUNDING = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 2.0**-11}
 
@@ -54,3 +54,17 @@ def test_heat_equation_of_views_in_chunks():
         )
         close(got, want)
     assert stencil_gpu.heat_equation(x[:0], 0.1, 0.1, 0.1, 2, "periodic", 0.0).shape == (0, 5, 7)
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nbody_acceleration(dtype, tiled):
+    for n, softening, parts in ((1, 0.0, None), (37, 0.25, 1), (70, 0.0, 3)):
+        position, mass = draw(n, 3, dtype=dtype), draw(n, dtype=dtype, seed=1).abs()
+        position[n // 2] = position[0]
+        got = nbody_gpu.nbody_acceleration(
+            position, mass, softening, 2.0, tiled=tiled, bodies=32, parts=parts
+        )
+        want = general.nbody_acceleration_reference(position.double(), mass.double(), softening, 2)
+        close(got, want, 1e-5 if dtype == torch.float32 else 1e-12)
+    assert nbody_gpu.nbody_acceleration(position[:0], mass[:0], 0.0, 1.0).shape == (0, 3)

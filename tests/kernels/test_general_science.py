@@ -73,6 +73,69 @@ def test_heat_equation_keeps_heat():
     close(general.heat_equation(strided, 0.1, 2), general.heat_equation(strided.clone(), 0.1, 2))
 
 
+def cluster(n, dtype=torch.float64):
+    """Positions, velocities and masses whose centre rests."""
+    wide = {"dtype": torch.float64}
+    position, velocity = draw(n, 3, **wide), 0.3 * draw(n, 3, seed=1, **wide)
+    mass = draw(n, seed=2, **wide).abs() + 0.1
+    mass /= mass.sum()
+    for part in (position, velocity):
+        part -= (mass[:, None] * part).sum(0)
+    return position.to(dtype), velocity.to(dtype), mass.to(dtype)
+
+
+@pytest.mark.parametrize("softening", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nbody_acceleration(dtype, softening):
+    for n in (0, 1, 2, 300):
+        position, _, mass = cluster(n, dtype)
+        position[n // 2 :] = position[: n - n // 2].flip(0)  # some in one place
+        want = general.nbody_acceleration_reference(position.double(), mass.double(), softening, 2)
+        got = general.nbody_acceleration(position, mass, softening, 2.0)
+        close(got, want, 1e-5 if dtype == torch.float32 else 1e-12)
+        assert got.is_contiguous()
+    two = torch.tensor([[0.0, 0.0, 0.0], [2.0, 0.0, 0.0]], dtype=dtype)
+    pull = general.nbody_acceleration(two, torch.tensor([3.0, 5.0], dtype=dtype))
+    assert pull.tolist() == [[1.25, 0.0, 0.0], [-0.75, 0.0, 0.0]]
+
+
+def energy(position, velocity, mass, softening):
+    kinetic = 0.5 * (mass * velocity.square().sum(1)).sum()
+    apart = torch.pdist(position).square() + softening**2
+    i, j = torch.triu_indices(len(mass), len(mass), 1)
+    return kinetic - (mass[i] * mass[j] / apart.sqrt()).sum()
+
+
+def test_leapfrog_keeps_energy_and_momentum_and_runs_backwards():
+    position, velocity, mass = cluster(40)
+    softening, dt = 0.1, 0.01
+    before = energy(position, velocity, mass, softening)
+    state, errors = (position, velocity, None), []
+    for _ in range(200):
+        state = general.leapfrog_step(*state[:2], mass, dt, softening, acceleration=state[2])
+        errors.append(abs(energy(*state[:2], mass, softening) / before - 1))
+    assert max(errors) < 2e-3
+    assert (mass[:, None] * state[1]).sum(0).abs().max() < 1e-14
+    assert (state[0] - position).abs().max() > 0.3
+    for _ in range(200):
+        state = general.leapfrog_step(*state[:2], mass, -dt, softening, acceleration=state[2])
+    close(state[0], position, 1e-9)
+    close(state[1], velocity, 1e-9)
+
+
+def test_leapfrog_is_of_second_order():
+    """Two bodies on a circle are back after a turn."""
+    position = torch.tensor([[0.5, 0, 0], [-0.5, 0, 0]], dtype=torch.float64)
+    velocity, mass = position[:, [1, 0, 2]].clone(), torch.full((2,), 0.5, dtype=torch.float64)
+    away = []
+    for steps in (100, 200):
+        x, v, a = position, velocity, None
+        for _ in range(steps):
+            x, v, a = general.leapfrog_step(x, v, mass, 2 * math.pi / steps, acceleration=a)
+        away.append((x - position).norm())
+    assert away[0] / away[1] == pytest.approx(4.0, rel=0.02)
+
+
 BAD = {
     "heat shape": lambda: general.heat_equation(draw(3, 3), 0.1),
     "heat dtype": lambda: general.heat_equation(draw(3, 3, 3).int(), 0.1),
@@ -84,6 +147,14 @@ BAD = {
     "heat boundary": lambda: general.heat_equation(draw(3, 3, 3), 0.1, 1, "open"),
     "heat value": lambda: general.heat_equation(draw(3, 3, 3), 0.1, 1, "periodic", 2.0),
     "heat gradient": lambda: general.heat_equation(draw(3, 3, 3).requires_grad_(), 0.1),
+    "nbody shape": lambda: general.nbody_acceleration(draw(3, 2), draw(3)),
+    "nbody mass": lambda: general.nbody_acceleration(draw(3, 3), draw(2)),
+    "nbody dtypes": lambda: general.nbody_acceleration(draw(3, 3), draw(3).double()),
+    "nbody half": lambda: general.nbody_acceleration(draw(3, 3).half(), draw(3).half()),
+    "nbody softening": lambda: general.nbody_acceleration(draw(3, 3), draw(3), -1.0),
+    "nbody G": lambda: general.nbody_acceleration(draw(3, 3), draw(3), 0.0, math.inf),
+    "nbody gradient": lambda: general.nbody_acceleration(draw(3, 3).requires_grad_(), draw(3)),
+    "leapfrog shape": lambda: general.leapfrog_step(draw(3, 3), draw(2, 3), draw(3), 0.1),
     "heat device": lambda: general.heat_equation(draw(3, 3, 3).to("meta"), 0.1),
 }
 
@@ -96,5 +167,8 @@ def test_bad_arguments(name):
 
 def test_operations_as_torch_sees_them():
     ops = torch.ops.billfish
-    for op, arguments in ((ops.heat_equation, (draw(2, 3, 4), 0.1, 0.1, 0.2, 2, "neumann", 0.0)),):
+    for op, arguments in (
+        (ops.heat_equation, (draw(2, 3, 4), 0.1, 0.1, 0.2, 2, "neumann", 0.0)),
+        (ops.nbody_acceleration, (draw(5, 3), draw(5), 0.1, 1.0)),
+    ):
         opcheck(op.default, arguments)

@@ -24,6 +24,11 @@ from billfish.kernels.general.layer_norm import (
     layer_norm_reference,
     norm_backward_reference,
 )
+from billfish.kernels.general.nbody import (
+    leapfrog_step,
+    nbody_acceleration,
+    nbody_acceleration_reference,
+)
 from billfish.kernels.general.reduce import reduce, reduce_reference
 from billfish.kernels.general.rms_norm import rms_norm, rms_norm_reference
 from billfish.kernels.general.rotary import rotary_embedding, rotary_embedding_reference
@@ -55,7 +60,10 @@ __all__ = [
     "histogram_reference",
     "layer_norm",
     "layer_norm_reference",
+    "leapfrog_step",
     "linear_cross_entropy",
+    "nbody_acceleration",
+    "nbody_acceleration_reference",
     "norm_backward_reference",
     "reduce",
     "reduce_reference",

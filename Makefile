@@ -24,7 +24,7 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/billfish demo
 
-test: $(VENV)/.dev .cache/vocabs/.done
+test: $(VENV)/.dev .cache/vocabs/.done .cache/clients/.done
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.dev
@@ -67,6 +67,20 @@ $(VENV)/.dev: $(VENV)/.demo
 # the source package of llama-cpp-python (MIT); without them those tests are skipped.
 .cache/vocabs/.done: $(VENV)/.dev
 	$(BIN)/python tests/fetch_vocabularies.py .cache/vocabs
+
+# Other people's clients, in an environment of their own; without it their tests are skipped.
+# lm-eval comes without the libraries of its tasks, of which none is run.
+CLIENTS := llm==0.36 langchain-openai==1.7.4
+LM_EVAL := lm_eval==0.4.13
+LM_EVAL_NEEDS := aiohttp jinja2 numpy pyyaml requests tenacity tqdm typing_extensions
+.cache/clients/.done: $(VENV)/.dev
+	@echo "Installing clients that the server is tested with into .cache/clients"
+	@$(PYTHON) -m venv --clear .cache/clients && \
+	.cache/clients/bin/python -m pip install --disable-pip-version-check --quiet --no-compile \
+		$(CLIENTS) $(LM_EVAL_NEEDS) && \
+	.cache/clients/bin/python -m pip install --disable-pip-version-check --quiet --no-compile \
+		--no-deps $(LM_EVAL) && touch $@ || \
+	echo "Could not install them: the tests with other clients are skipped"
 
 clean:
 	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,24 +1,44 @@
-"""Clients that others have written, where they are installed."""
+"""Clients that others have written, as their users use them."""
+
+from collections.abc import Iterator
 
 import pytest
 
-from tests.server.live import LiveServer
+from billfish.server.fake_engine import FakeEngine
+from tests.server.clients import run_client
+from tests.server.live import LiveServer, live
 
 REPLY = "Hello! I am a fake model, and this is all I say. 🐟"
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+def reply(prompt: str) -> str:
+    if "<tool_response>\nRain" in prompt:
+        return "It rains in Oslo."
+    if "weather in Oslo" in prompt:
+        return CALL
+    return '{"city": "Oslo"}' if "as JSON" in prompt else REPLY
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with live(lambda: FakeEngine(reply)) as running:
+        yield running
 
 
 def test_langchain(server: LiveServer):
-    chat = pytest.importorskip(
-        "langchain_openai", reason="langchain-openai is not installed"
-    ).ChatOpenAI(base_url=f"{server.url}/v1", api_key="none", model="fake", max_retries=0)
-    assert chat.invoke("Hi").content == REPLY
-    assert "".join(chunk.content for chunk in chat.stream("Hi")) == REPLY
+    found = run_client("langchain", server.url)
+    assert found["whole"] == found["async"] == found["streamed"] == REPLY
+    (usage,) = found["usage"]
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert found["logprobs"] == usage["output_tokens"]
+    for calls in (found["calls"], found["streamed_calls"]):
+        ((name, arguments),) = [(call["name"], call["args"]) for call in calls]
+        assert (name, arguments) == ("get_weather", {"city": "Oslo"})
+    assert found["after"] == "It rains in Oslo."
+    assert found["structured"] == {"city": "Oslo"}
 
 
 def test_llm(server: LiveServer):
-    """Simon Willison's `llm`, with the model class that it uses for OpenAI-compatible servers."""
-    models = pytest.importorskip("llm.default_plugins.openai_models", reason="llm is not installed")
-    model = models.Chat(model_id="fake", api_base=f"{server.url}/v1", model_name="fake")
-    model.key = "none"
-    for stream in (False, True):
-        assert model.prompt("Hi", stream=stream).text() == REPLY
+    found = run_client("llm", server.url)
+    assert found == {"streamed": f"{REPLY}\n", "whole": f"{REPLY}\n"}

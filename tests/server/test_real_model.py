@@ -9,13 +9,14 @@ import httpx
 import openai
 import pytest
 
-from billfish import LLM, SamplingParams
+from billfish import LLM, RequestOutput, SamplingParams
 from billfish.config import CacheConfig, EngineConfig, SchedulerConfig
 from billfish.server.engine_client import EngineClient
 from billfish.server.load_tokenizer import load_tokenizer
 from billfish.server.messages import Launch
 from billfish.server.supervisor import EngineSupervisor
 from tests.e2e import tiny_gguf
+from tests.server.clients import run_client
 from tests.server.conftest import openai_client
 from tests.server.live import LiveServer, live
 
@@ -102,24 +103,54 @@ TEXTS = [
 ]
 
 
-def test_log_likelihoods_of_the_offline_api(demo, llm):
-    """What lm-eval's local-completions asks for, by text and by token ids, both in one request."""
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
-    expected = llm.generate(TEXTS, params)
-    token_ids = [list(each.prompt_token_ids) for each in expected]
-    for prompts in (TEXTS, token_ids):
-        answer = demo.completions.create(
-            model="served", prompt=prompts, max_tokens=0, logprobs=1, echo=True,
-            temperature=0, seed=1234,
-        )  # fmt: skip
-        for choice, output in zip(answer.choices, expected, strict=True):
-            known = [each and each.logprob for each in output.prompt_logprobs]
-            assert choice.logprobs.token_logprobs[0] is None
-            assert choice.logprobs.token_logprobs[1:] == pytest.approx(known[1:], abs=1e-4)
-            assert len(choice.logprobs.tokens) == len(known)
-            best = [each and each.top[0][1] for each in output.prompt_logprobs]
-            tops = [top and max(top.values()) for top in choice.logprobs.top_logprobs]
-            assert tops[1:] == pytest.approx(best[1:], abs=1e-4)
+@pytest.fixture(scope="module")
+def scored(llm) -> list[RequestOutput]:
+    """TEXTS with the offline log-probabilities of their tokens."""
+    return llm.generate(TEXTS, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1))
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_log_likelihoods_of_the_offline_api(demo, scored, as_ids, max_tokens):
+    """What lm-eval's local-completions asks for: several prompts in one request, each echoed with
+    the log-probabilities of its tokens, and at most one token more."""
+    prompts = [list(each.prompt_token_ids) for each in scored] if as_ids else TEXTS
+    answer = demo.completions.create(
+        model="served", prompt=prompts, max_tokens=max_tokens, logprobs=1, echo=True,
+        temperature=0, seed=1234,
+    )  # fmt: skip
+    assert answer.usage.completion_tokens == max_tokens * len(TEXTS)
+    for choice, output in zip(answer.choices, scored, strict=True):
+        known = [each and each.logprob for each in output.prompt_logprobs]
+        found = choice.logprobs.token_logprobs
+        assert len(choice.logprobs.tokens) == len(found) == len(known) + max_tokens
+        assert found[0] is None
+        assert found[1 : len(known)] == pytest.approx(known[1:], abs=1e-4)
+        best = [each and each.top[0][1] for each in output.prompt_logprobs]
+        tops = [top and max(top.values()) for top in choice.logprobs.top_logprobs]
+        assert tops[1 : len(known)] == pytest.approx(best[1:], abs=1e-4)
+
+
+@pytest.mark.parametrize(("batch_size", "num_concurrent"), [(4, 1), (1, 2)])
+def test_lm_eval_finds_the_log_likelihoods_of_the_offline_api(
+    demo, llm, scored, batch_size, num_concurrent
+):
+    """lm-eval itself, at places all over the texts."""
+    pairs, expected = [], []
+    for output in scored:
+        ids, known = list(output.prompt_token_ids), output.prompt_logprobs
+        for cut in (1, len(ids) // 2, len(ids) - 1):
+            pairs.append((ids[:cut], ids[cut:]))
+            each = [logprobs for logprobs in known[cut:] if logprobs is not None]
+            expected.append((sum(e.logprob for e in each), all(e.rank == 1 for e in each)))
+    answer = run_client(
+        "lm_eval", str(demo.base_url).removesuffix("/v1/"), model="served", pairs=pairs,
+        batch_size=batch_size, num_concurrent=num_concurrent,
+    )  # fmt: skip
+    found = answer["found"]
+    assert [total for total, _ in found] == pytest.approx([e for e, _ in expected], abs=1e-3)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert {greedy for _, greedy in expected} == {True, False}
 
 
 def test_a_continuation_and_its_log_probabilities(demo):

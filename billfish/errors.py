@@ -75,3 +75,15 @@ class ExecutorError(BillfishError):
 
 class InvariantError(BillfishError):
     """The engine's books do not balance: a defect of Billfish, never of a request."""
+
+
+class RecordError(BillfishError, ValueError):
+    """A record of measurements, or the code that it points at, is missing or damaged.
+
+    `file` names the file.
+    """
+
+    def __init__(self, file: str, reason: str) -> None:
+        super().__init__(f"{file}: {reason}")
+        self.file = file
+        self.reason = reason

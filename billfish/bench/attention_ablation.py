@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from billfish.bench.attention_cases import HEAD_DIM, Batch, cases, make_batch, plan_of
+from billfish.bench.attention_cases import HEAD_DIM, Batch, Case, cases, make_batch, plan_of
 from billfish.bench.attention_peers import gather_then_attend
 from billfish.bench.block_movement import copy_times, make_caches, rotate_times
 from billfish.bench.turns import Call, time_in_turns
@@ -21,22 +21,27 @@ Techniques = dict[str, list[Call]]
 
 
 def ablation(heads: tuple[int, int]) -> list[dict[str, Any]]:
-    """Rows of ablation_attention.json; floor_us: the least time that the device's memory or its
-    tensor cores, at their highest clock, need for the case.
-    """
+    """Rows of ablation_attention.json."""
     rows = []
     for case in cases(heads):
         if case.name in DECODE or case.name in PREFILL:
-            batch = make_batch(case)
-            kernel, impls = (
-                ("hopper_decode", decode_techniques(batch))
-                if case.name in DECODE
-                else ("hopper_prefill", prefill_techniques(batch))
-            )
-            floor = max(case.kv_bytes / peak_bytes_a_us(), case.flops / peak_flops_a_us())
-            rows += _rows(kernel, case.name, time_in_turns(impls), case.kv_bytes, floor)
-            torch.cuda.empty_cache()
+            rows += case_rows(case)
     return rows + movement_rows()
+
+
+def case_rows(case: Case) -> list[dict[str, Any]]:
+    """The techniques of one batch shape; floor_us: the least time that the device's memory or its
+    tensor cores, at their highest clock, need for it.
+    """
+    batch = make_batch(case)
+    if case.name in DECODE:
+        kernel, impls = "hopper_decode", decode_techniques(batch)
+    else:
+        kernel, impls = "hopper_prefill", prefill_techniques(batch)
+    floor = max(case.kv_bytes / peak_bytes_a_us(), case.flops / peak_flops_a_us())
+    rows = _rows(kernel, case.name, time_in_turns(impls), case.kv_bytes, floor)
+    torch.cuda.empty_cache()
+    return rows
 
 
 def decode_techniques(batch: Batch) -> Techniques:

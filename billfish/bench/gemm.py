@@ -30,6 +30,7 @@ from billfish.bench.turns import Call, elapsed_us, time_in_turns
 from billfish.kernels import marlin
 from billfish.kernels.marlin import reference
 from billfish.kernels.marlin.configs import HopperConfig, Product, hopper_config
+from billfish.kernels.marlin.hopper_plan import max_stages
 from billfish.kernels.marlin.packing import unit_words
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (8192, 28672), (57344, 8192))
@@ -143,6 +144,9 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 }
 """What turns each technique off."""
 
+DEPTHS = (1, 2, 4, 8)
+"""Stages of the queue that are timed, where shared memory has room: 1 loads nothing ahead."""
+
 
 def packed_copies(n: int, k: int) -> list[Tensor]:
     """The units of one random fp16 weight, groups of 128, in copies that miss the L2 cache."""
@@ -197,6 +201,11 @@ def techniques_off(n: int, k: int, m: int) -> dict[str, HopperConfig]:
         one_block = name == "grouped raster" and m <= chosen.tile_m
         if changed != chosen and not one_block:
             settings[name] = changed
+    for depth in DEPTHS:
+        if depth <= max_stages(chosen, 1):
+            # A product carried into the next stage holds its own: it takes two of them.
+            carry = chosen.carry and depth > 1
+            settings[f"queue depth {depth}"] = replace(chosen, stages=depth, carry=carry)
     return settings
 
 

@@ -6,7 +6,7 @@ import sys
 import typer
 from rich.console import Console
 
-from billfish.cli import bench, chat, demo, env, generate, quantize, serve, settings
+from billfish.cli import bench, chat, compare, demo, env, generate, quantize, serve, settings
 from billfish.errors import BillfishError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app.command("chat", cls=settings.Command, context_settings=settings.CONTEXT)(cha
 app.command("generate", cls=settings.Command, context_settings=settings.CONTEXT)(generate.command)
 app.command("demo", cls=settings.Command, context_settings=settings.CONTEXT)(demo.command)
 app.command("quantize")(quantize.command)
+app.command("compare")(compare.command)
 app.command("env")(env.command)
 app.add_typer(bench.app, name="bench")
 

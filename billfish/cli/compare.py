@@ -1,0 +1,112 @@
+"""`billfish compare`: the three kernel families side by side, each technique with and without."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from billfish.errors import ConfigError
+
+FAMILIES = ("marlin", "paged_attention", "general")
+
+
+def command(
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for comparison.html and comparison.json, or one such file."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="JSON file to write: all that is shown.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="HTML file to write: one page that needs no network.")
+    ] = None,
+    family: Annotated[
+        list[str] | None, typer.Option(help="marlin, paged_attention or general; all without it.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="With a GPU: fewer cases, under three minutes.")
+    ] = False,
+    recorded: Annotated[
+        bool, typer.Option("--recorded", help="Recorded results even where there is a GPU.")
+    ] = False,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="A JSON file that this command wrote, to show it again."),
+    ] = None,
+    source_url: Annotated[
+        str | None,
+        typer.Option(help="What links to code begin with, as https://host/project/blob/main."),
+    ] = None,
+) -> None:
+    """Marlin, PagedAttention and general CUDA kernels: what each technique is worth, measured.
+
+    With a GPU the techniques are timed on it, in about ten minutes, most of them compilation, or
+    under three with --quick. Without one the recorded results are shown, and named so.
+    """
+    from billfish.compare import build, records, report, terminal
+
+    families = tuple(dict.fromkeys(family or FAMILIES))
+    for name in families:
+        if name not in FAMILIES:
+            raise ConfigError(f"--family is one of {', '.join(FAMILIES)}, not {name!r}")
+    if source is not None and (quick or recorded or family):
+        raise ConfigError("--from shows a file as it is: without --quick, --recorded and --family")
+    json_file, html = _targets(out, json_file, html)
+    console = Console()
+    if source is not None:
+        document = build.check(records.read_json(source), str(source))
+    else:
+        document = _made(families, quick, recorded)
+    page = report.page(
+        document, folder=html.resolve().parent if html else None, source_url=source_url
+    )
+    terminal.show(document, console)
+    if json_file:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
+        json_file.write_text(text + "\n", encoding="utf-8")
+    if html:
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(page, encoding="utf-8")
+    for path in filter(None, (json_file, html)):
+        console.print(f"wrote {path}", markup=False, highlight=False)
+
+
+def _made(families: tuple[str, ...], quick: bool, recorded: bool) -> dict[str, object]:
+    import torch
+
+    from billfish.compare import build, measure, records
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    if quick and gpu is None:
+        raise ConfigError("--quick shortens measuring, and this machine has no GPU")
+    known = records.recorded()
+    if gpu is None or recorded:
+        return build.comparison(known, families, gpu=gpu)
+    taken = measure.measure(families, quick=quick)
+    return build.comparison(
+        {**known, **taken.records}, families, gpu=gpu, seconds=taken.seconds,
+        left_out=taken.left_out,
+    )  # fmt: skip
+
+
+def _targets(
+    out: Path | None, json_file: Path | None, html: Path | None
+) -> tuple[Path | None, Path | None]:
+    """Which files to write. ConfigError: an --out of another kind, or one given twice."""
+    if out is None:
+        return json_file, html
+    wanted = {
+        ".json": (out, None),
+        ".html": (None, out),
+        "": (out / "comparison.json", out / "comparison.html"),
+    }
+    if out.suffix not in wanted and not out.is_dir():
+        raise ConfigError(f"--out is a folder, a .json or a .html file, not {str(out)!r}")
+    data, page = wanted["" if out.is_dir() else out.suffix]
+    if (data and json_file) or (page and html):
+        raise ConfigError("--out and --json or --html name the same kind of file")
+    return data or json_file, page or html

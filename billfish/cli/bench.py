@@ -38,6 +38,12 @@ def general(context: typer.Context) -> None:
     _run("general", context.args, needs_gpu=True)
 
 
+@app.command("tutorial", context_settings=_PASS_ON)
+def tutorial(context: typer.Context) -> None:
+    """The steps of docs/write-a-kernel.md, from a naive kernel to a tiled one, on a GPU."""
+    _run("tutorial", context.args, needs_gpu=True)
+
+
 @app.command("throughput", context_settings=_PASS_ON)
 def throughput(context: typer.Context) -> None:
     """A whole model beside transformers and llama.cpp, on the CPU."""

@@ -13,7 +13,7 @@ from billfish.compare import charts_data, pictures
 from billfish.compare.catalogue import DOMAINS, FAMILIES, KINDS, Family, Rows, Technique
 from billfish.compare.links import resolve_all
 from billfish.compare.records import Record, Records, Row
-from billfish.compare.topics import TOPICS, Topic, topic_of
+from billfish.compare.topics import Topic, benchmarked, topic_of
 from billfish.errors import RecordError
 from billfish.version import __version__
 
@@ -192,8 +192,7 @@ def _general(records: Records) -> list[Json]:
             setting = "" if row["setting"] == "off" else f", {row['setting']}"
             case = pair("", f"{row['case']}{setting}", base[key], row)
             found.setdefault(topic, []).append(case)
-    measured = {topic.kernel for topic in found}
-    listed = [*found, *(topic for topic in TOPICS if topic.kernel not in measured)]
+    listed = list(dict.fromkeys((*found, *benchmarked())))
     listed.sort(key=lambda t: (list(DOMAINS).index(t.domain), list(KINDS).index(t.kind)))
     return [
         {
@@ -202,7 +201,7 @@ def _general(records: Records) -> list[Json]:
             "kind": topic.kind,
             "what": topic.what,
             "switch": None,
-            "code": resolve_all(topic.links),
+            "code": resolve_all(topic.code),
             "record": "ablation_general" if topic in found else None,
             "origin": record.origin if record and topic in found else MISSING,
             "cases": found.get(topic, []),

@@ -53,9 +53,13 @@ def speedup(record: Record | None) -> Json | None:
         if row["impl"] != "cublas" and key in base:
             lines = shapes.setdefault(f"{row['n']} x {row['k']}", {})
             lines.setdefault(row["impl"], []).append(
-                {"m": row["m"], "us": row["us"], "fp16_us": base[key],
-                 "speedup": round(base[key] / row["us"], 2)}
-            )  # fmt: skip
+                {
+                    "m": row["m"],
+                    "us": row["us"],
+                    "fp16_us": base[key],
+                    "speedup": round(base[key] / row["us"], 2),
+                }
+            )
     group = record.rows[0]["group_size"]
     return {
         "record": "gemm",
@@ -94,14 +98,19 @@ def movement(record: Record | None) -> list[Json]:
                 {"size": row["batch"], "us": row["us"], "bytes": bytes_moved(row)}
             )
     return [
-        {"record": "attention_movement", "origin": record.origin, "mode": mode,
-         "unit": "blocks" if mode == "copy" else "tokens", "lines": lines}
+        {
+            "record": "attention_movement",
+            "origin": record.origin,
+            "mode": mode,
+            "unit": "blocks" if mode == "copy" else "tokens",
+            "lines": lines,
+        }
         for mode, lines in found.items()
-    ]  # fmt: skip
+    ]
 
 
 def cache(record: Record | None) -> Json | None:
-    """Output tokens a second of the engine with blocks, and with room set aside for each request."""
+    """Output tokens/s of the engine with blocks, and with room set aside for each request."""
     if record is None:
         return None
     rows = [r for r in record.rows if r["measure"] == "output_tok_s" and r["impl"] == "billfish"]
@@ -114,11 +123,14 @@ def cache(record: Record | None) -> Json | None:
         "origin": record.origin,
         "paged_tok_s": paged[0]["value"],
         "contiguous": [
-            {"reserve_tokens": r["reserve_tokens"], "tok_s": r["value"],
-             "ratio": round(paged[0]["value"] / r["value"], 2)}
+            {
+                "reserve_tokens": r["reserve_tokens"],
+                "tok_s": r["value"],
+                "ratio": round(paged[0]["value"] / r["value"], 2),
+            }
             for r in whole
         ],
-    }  # fmt: skip
+    }
 
 
 def serving(records: Records) -> Json | None:
@@ -131,9 +143,12 @@ def serving(records: Records) -> Json | None:
         for row in record.rows:
             if row["measure"] == "tpot_ms" and row["prompt"] == 512 and "sampling" not in row:
                 lines.setdefault(row["impl"], []).append(
-                    {"batch": row["batch"], "tpot_ms": row["value"],
-                     "tok_s": round(1000 * row["batch"] / row["value"])}
-                )  # fmt: skip
+                    {
+                        "batch": row["batch"],
+                        "tpot_ms": row["value"],
+                        "tok_s": round(1000 * row["batch"] / row["value"]),
+                    }
+                )
     for points in lines.values():
         points.sort(key=lambda point: point["batch"])
     sources = ["engine_gpu", *(["engine_vllm"] if theirs else [])]
@@ -156,12 +171,21 @@ def general(record: Record | None) -> list[Json]:
         peers = {name: row["us"] for name, row in impls.items() if name != "billfish"}
         best = min(peers, key=lambda name: peers[name], default=None)
         lines.append(
-            {"domain": domain, "kernel": kernel, "size": size, "dtype": dtype, "us": ours["us"],
-             "bytes": ours["bytes"], "flops": ours["flops"], "floor_us": ours["floor_us"],
-             "percent": round(100 * ours["floor_us"] / ours["us"], 1), "peer": best,
-             "peer_us": peers[best] if best else None,
-             "ratio": round(peers[best] / ours["us"], 2) if best else None}
-        )  # fmt: skip
+            {
+                "domain": domain,
+                "kernel": kernel,
+                "size": size,
+                "dtype": dtype,
+                "us": ours["us"],
+                "bytes": ours["bytes"],
+                "flops": ours["flops"],
+                "floor_us": ours["floor_us"],
+                "percent": round(100 * ours["floor_us"] / ours["us"], 1),
+                "peer": best,
+                "peer_us": peers[best] if best else None,
+                "ratio": round(peers[best] / ours["us"], 2) if best else None,
+            }
+        )
     return lines
 
 
@@ -169,10 +193,16 @@ def tutorial(record: Record | None) -> list[Json]:
     if record is None:
         return []
     return [
-        {"step": row["step"], "size": row["size"], "us": row["us"], "bytes": row["bytes"],
-         "floor_us": row["floor_us"], "percent": round(100 * row["floor_us"] / row["us"], 1)}
+        {
+            "step": row["step"],
+            "size": row["size"],
+            "us": row["us"],
+            "bytes": row["bytes"],
+            "floor_us": row["floor_us"],
+            "percent": round(100 * row["floor_us"] / row["us"], 1),
+        }
         for row in _timed(record)
-    ]  # fmt: skip
+    ]
 
 
 def ceilings(records: Records) -> Json | None:
@@ -204,16 +234,28 @@ def kernels(records: Records, names: Iterable[str]) -> list[Json]:
             if r["impl"] == "billfish":
                 weights = r["n"] * r["k"] // 2 + 2 * r["n"] * (r["k"] // r["group_size"])
                 points.append(
-                    _point("marlin", "gemm", f"{r['n']} x {r['k']}, M = {r['m']}", r["us"],
-                           weights + 2 * r["m"] * (r["n"] + r["k"]), 2 * r["m"] * r["n"] * r["k"])
-                )  # fmt: skip
+                    _point(
+                        "marlin",
+                        "gemm",
+                        f"{r['n']} x {r['k']}, M = {r['m']}",
+                        r["us"],
+                        weights + 2 * r["m"] * (r["n"] + r["k"]),
+                        2 * r["m"] * r["n"] * r["k"],
+                    )
+                )
     if "paged_attention" in names and "attention" in records:
         for r in _timed(records["attention"]):
             if r["impl"] == "billfish" and r["heads_q"] == 32:
                 points.append(
-                    _point("paged_attention", "attention", f"{r['mode']} {r['case']}", r["us"],
-                           round(r["gbps"] * r["us"] * 1e3), round(r["tflops"] * r["us"] * 1e6))
-                )  # fmt: skip
+                    _point(
+                        "paged_attention",
+                        "attention",
+                        f"{r['mode']} {r['case']}",
+                        r["us"],
+                        round(r["gbps"] * r["us"] * 1e3),
+                        round(r["tflops"] * r["us"] * 1e6),
+                    )
+                )
     if "paged_attention" in names and "attention_movement" in records:
         for r in _timed(records["attention_movement"]):
             moved = bytes_moved(r)
@@ -273,8 +315,8 @@ def _marlin(records: Records) -> list[Json]:
         of = f", {best[1]}" if best[1] else ""
         claims.append(_claim("gemm", f"over FP16, M = {m}{of}", best[0], "x"))
     lead = _leads(records.get("gemm"), ("n", "k", "m"), ("marlin", "machete", "humming"))
-    claims.append(_claim("gemm", "over the best INT4 peer, least", min(lead, default=None), "x"))  # fmt: skip
-    claims.append(_claim("gemm", "over the best INT4 peer, most", max(lead, default=None), "x"))  # fmt: skip
+    claims.append(_claim("gemm", "over the best INT4 peer, least", min(lead, default=None), "x"))
+    claims.append(_claim("gemm", "over the best INT4 peer, most", max(lead, default=None), "x"))
     return claims
 
 
@@ -292,9 +334,13 @@ def _paged(records: Records) -> list[Json]:
         _claim("attention", f"{label}, most", max(bound, default=None), "x"),
         _claim("attention", "over FlashAttention-3, decode, least", min(lead, default=None), "x"),
         _claim("attention", "over FlashAttention-3, decode, most", max(lead, default=None), "x"),
-        _claim("engine_cache", "throughput over a contiguous cache",
-               whole["contiguous"][0]["ratio"] if whole else None, "x"),
-    ]  # fmt: skip
+        _claim(
+            "engine_cache",
+            "throughput over a contiguous cache",
+            whole["contiguous"][0]["ratio"] if whole else None,
+            "x",
+        ),
+    ]
 
 
 def _general(records: Records) -> list[Json]:

@@ -18,7 +18,9 @@ def blocks(picture: Json, width: float) -> str:
     name, gap = 46, 5
     cell = (width - name - 12) / longest - gap
     height, row = (34, 58) if wide else (32, 54)
-    parts: list[str] = [text(0, 14, "block tables: logical blocks, in order", "start", "small-title")]
+    parts: list[str] = [
+        text(0, 14, "block tables: logical blocks, in order", "start", "small-title")
+    ]
     pool_top = 34 + row * len(picture["requests"]) + (54 if wide else 44)
     box = (width - gap * (per_row - 1)) / per_row
     tall = 46 if wide else 42
@@ -44,15 +46,28 @@ def blocks(picture: Json, width: float) -> str:
     for block, (x, y) in at.items():
         parts.append(_physical(picture, block, x, y, box, tall))
     bottom = max(y for _, y in at.values()) + tall + 2
-    return svg(width, bottom, "".join(parts), "Block tables of three sequences, and the pool of blocks")
+    return svg(
+        width, bottom, "".join(parts), "Block tables of three sequences, and the pool of blocks"
+    )
 
 
 def _logical(
-    request: Json, place: int, block: Figure, x: float, y: float, cell: float, height: float,
-    filled: int, size: int, number: int,
-) -> str:  # fmt: skip
+    request: Json,
+    place: int,
+    block: Figure,
+    x: float,
+    y: float,
+    cell: float,
+    height: float,
+    filled: int,
+    size: int,
+    number: int,
+) -> str:
     slot = (cell - 8) / size
-    inside = f'<rect x="{x:.1f}" y="{y}" width="{cell:.1f}" height="{height}" rx="5" class="logical r{number}"/>'
+    inside = (
+        f'<rect x="{x:.1f}" y="{y}" width="{cell:.1f}" height="{height}" rx="5" '
+        f'class="logical r{number}"/>'
+    )
     for token in range(size):
         kind = "slot full" if token < filled else "slot"
         inside += (
@@ -60,8 +75,12 @@ def _logical(
             f'height="6" rx="1.5" class="{kind} r{number}"/>'
         )
     inside += text(x + cell / 2, y + 16, f"→ {int(block)}", "middle", "id")
-    said = say(f"{request['name']}, logical block {place}: physical block {{}}; "
-               f"{{}} tokens in the request", block, request["tokens"])  # fmt: skip
+    said = say(
+        f"{request['name']}, logical block {place}: physical block {{}}; "
+        f"{{}} tokens in the request",
+        block,
+        request["tokens"],
+    )
     return mark(inside, said)
 
 
@@ -71,7 +90,9 @@ def _physical(picture: Json, block: int, x: float, y: float, box: float, tall: f
         n for n, r in enumerate(picture["requests"]) if block in [int(b) for b in r["table"]]
     ]
     kind = f"physical {state}"
-    inside = f'<rect x="{x:.1f}" y="{y:.1f}" width="{box:.1f}" height="{tall}" rx="5" class="{kind}"/>'
+    inside = (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{box:.1f}" height="{tall}" rx="5" class="{kind}"/>'
+    )
     part = (box - 8) / max(1, len(holders))
     for order, number in enumerate(holders):
         inside += (
@@ -80,8 +101,11 @@ def _physical(picture: Json, block: int, x: float, y: float, box: float, tall: f
         )
     inside += text(x + box / 2, y + 18, str(block), "middle", "id tick")
     names = " and ".join(picture["requests"][n]["name"] for n in holders)
-    words = {"used": f"held by {names}, {{}} references", "cached": "cached, {} references: its "
-             "content may be found again", "free": "free, {} references"}  # fmt: skip
+    words = {
+        "used": f"held by {names}, {{}} references",
+        "cached": "cached, {} references: its content may be found again",
+        "free": "free, {} references",
+    }
     return mark(inside, say(f"block {block}: " + words[state], references))
 
 
@@ -100,21 +124,29 @@ def timeline(picture: Json, width: float) -> str:
     ):
         run = picture[key]
         said = say(f"{{}} {words}: the last product ends at {{}}", run["depth"], run["end"])
-        parts.append(mark(text(0, y + 12, f"{int(run['depth'])} {words}", "start", "small-title tick"), said))  # fmt: skip
+        parts.append(
+            mark(text(0, y + 12, f"{int(run['depth'])} {words}", "start", "small-title tick"), said)
+        )
         y += 24
-        lanes = [("load", stage) for stage in range(int(run["depth"]))]
+        lanes: list[tuple[str, int | None]] = [
+            ("load", stage) for stage in range(int(run["depth"]))
+        ]
         lanes += [("dequantize", None), ("multiply", None)]
         for lane, stage in lanes:
             label = LANES[lane] if stage is None else f"stage {stage}"
             if wide:
                 parts.append(text(left - 10, y + 14, label, "end", "row-name tick"))
-            parts.append(f'<rect x="{left}" y="{y}" width="{width - left}" height="20" rx="3" class="lane"/>')
+            parts.append(
+                f'<rect x="{left}" y="{y}" width="{width - left}" height="20" rx="3" class="lane"/>'
+            )
             for event in run["events"]:
                 if event["lane"] == lane and stage in (None, int(event["stage"])):
                     parts.append(_event(event, y, left, (width - left) / end))
             y += 23
         y += 20
-    return svg(width, y - 8, "".join(parts), "Loads, dequantization and products of a queue in time")
+    return svg(
+        width, y - 8, "".join(parts), "Loads, dequantization and products of a queue in time"
+    )
 
 
 def _event(event: Json, y: float, left: float, unit: float) -> str:
@@ -127,8 +159,13 @@ def _event(event: Json, y: float, left: float, unit: float) -> str:
     if w > 13:
         inside += text(x + w / 2, y + 14, str(step), "middle", "event-id tick")
     words = {"load": "loaded", "dequantize": "dequantized", "multiply": "multiplied"}
-    said = say(f"step {{}}, stage {{}}: {words[event['lane']]} from {{}} to {{}}", event["step"],
-               event["stage"], event["start"], event["end"])  # fmt: skip
+    said = say(
+        f"step {{}}, stage {{}}: {words[event['lane']]} from {{}} to {{}}",
+        event["step"],
+        event["stage"],
+        event["start"],
+        event["end"],
+    )
     return mark(inside, said)
 
 
@@ -140,7 +177,9 @@ def shares(division: Json, height_of: int, width: float, words: str) -> str:
     unit, step = (width - left) / slots, tall / height_of
     parts = [text(0, 14, words, "start", "small-title")]
     top = 26
-    parts.append(f'<rect x="{left}" y="{top}" width="{width - left}" height="{tall}" rx="3" class="lane"/>')
+    parts.append(
+        f'<rect x="{left}" y="{top}" width="{width - left}" height="{tall}" rx="3" class="lane"/>'
+    )
     for pid, pieces in enumerate(blocks):
         y = float(top + tall)
         for tile, count in pieces:

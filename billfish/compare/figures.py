@@ -37,7 +37,7 @@ def _pointer(key: str) -> str:
 
 
 def shown(value: float, unit: str = "") -> str:
-    """Counts in full; ratios (x) with two decimals, percents with one; others with four digits.
+    """Counts in full; ratios (x) with two decimals, percents with one; others to four digits.
 
     Commas from 10,000 on.
     """
@@ -47,8 +47,7 @@ def shown(value: float, unit: str = "") -> str:
         return f"{value:.1f}"
     if value == int(value):
         return f"{int(value):,}" if abs(value) >= 10_000 else str(int(value))
-    rounded = float(f"{value:.4g}")
-    return f"{rounded:,.0f}" if abs(rounded) >= 10_000 else f"{rounded:.10g}"
+    return f"{value:,.0f}" if abs(value) >= 9999.5 else f"{float(f'{value:.4g}'):.10g}"
 
 
 def sized(nbytes: float) -> str:
@@ -67,7 +66,7 @@ class Said(NamedTuple):
 
 
 def say(text: str, *figures: Figure) -> Said:
-    """`text` with a figure in place of each {}, {x} for a ratio, {%} for a percent, {b} for bytes."""
+    """`text` with a figure for each {}; {x} is a ratio, {%} a percent, {b} a number of bytes."""
     parts, paths = [], []
     pieces = re.split(r"(\{[bx%]?\})", text)
     wanted = iter(figures)

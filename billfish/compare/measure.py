@@ -38,7 +38,7 @@ def measure(
     families: Iterable[str],
     *,
     quick: bool,
-    say: Callable[[str], None] = partial(print, flush=True),
+    say: Callable[[str], None] = print,
     clock: Callable[[], float] = time.monotonic,
 ) -> Measured:
     """The records of these families as this GPU gives them, a case of each family in turn.
@@ -106,7 +106,7 @@ def _marlin(quick: bool, done: Measured) -> Iterator[Step]:
     shapes, counts = (QUICK_SHAPES, QUICK_ROWS) if quick else (SHAPES, ROWS)
     ablated = QUICK_SHAPES[:1] if quick else ABLATED
     hopper = _is_hopper()
-    if not hopper:
+    if not hopper:  # on others the portable kernels run, which have no switches
         done.left_out.append("Marlin's techniques: they are the Hopper kernel's")
     for shape in ablated if hopper else ():
         for m in (1, 16, 64) if quick else (1, 16, 64, 256):
@@ -141,7 +141,7 @@ def _paged_attention(quick: bool, done: Measured) -> Iterator[Step]:
     hopper = _is_hopper()
     if not hopper:
         done.left_out.append("PagedAttention's techniques: they are the Hopper kernels'")
-    makers = {
+    makers: dict[str, Callable[[Any], list[Callable[[], object]]]] = {
         "billfish": attention.ours,
         "portable": attention_ablation.portable,
         "contiguous": contiguous,
@@ -185,4 +185,5 @@ PLANS: dict[str, Callable[[bool, Measured], Iterator[Step]]] = {
 def _is_hopper() -> bool:
     from billfish.kernels.gluon_compat import gluon_supported
 
-    return gluon_supported() and torch.cuda.get_device_capability()[0] == 9
+    there = torch.cuda.is_available()
+    return there and gluon_supported() and torch.cuda.get_device_capability()[0] == 9

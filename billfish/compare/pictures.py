@@ -6,6 +6,7 @@ and its division of tiles. It needs no GPU and comes out the same on every machi
 
 import random
 from collections.abc import Iterable
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -103,8 +104,8 @@ def memory() -> Json:
     def length(of: tuple[float, float], most: int) -> int:
         return max(1, min(most, int(draw.lognormvariate(*of))))
 
-    lengths = [(length(_PROMPT, 1024), length(_OUTPUT, 1024)) for _ in range(REQUESTS)]
-    paged, whole = _served(lengths, None), _served(lengths, LONGEST)
+    lengths = tuple((length(_PROMPT, 1024), length(_OUTPUT, 1024)) for _ in range(REQUESTS))
+    paged, whole = dict(_served(lengths, None)), dict(_served(lengths, LONGEST))
     return {
         "requests": REQUESTS,
         "slots": SLOTS,
@@ -123,9 +124,10 @@ def memory() -> Json:
     }
 
 
-def _served(lengths: list[tuple[int, int]], reserve: int | None) -> Json:
-    """Steps, requests that run at once and the share of the memory that holds tokens, on average
-    over the steps in which requests still wait; and every such step's share, thinned out.
+@cache
+def _served(lengths: tuple[tuple[int, int], ...], reserve: int | None) -> Json:
+    """Steps; requests that run at once and percent of the memory that holds tokens, on average
+    over the steps in which requests still wait.
     """
     engine = Engine(
         _NoModel(), num_blocks=SLOTS // 16, block_size=16, vocab_size=8, max_model_len=LONGEST,

@@ -102,7 +102,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def checked(record: Record, source: str) -> Record:
     """The record, if it is whole. Raises RecordError that names `source`, the row and the field."""
-    for key, kind in (("device", str), ("date", str), ("command", str), ("versions", dict)):
+    head: dict[str, type] = {"device": str, "date": str, "command": str, "versions": dict}
+    for key, kind in head.items():
         if not isinstance(record.head.get(key), kind):
             raise RecordError(source, f"{key} is missing or not of type {kind.__name__}")
     if not isinstance(record.head.get("commit"), str | None):

@@ -24,9 +24,11 @@ class Scale(NamedTuple):
     def __call__(self, value: float) -> float:
         by: Callable[[float], float] = math.log if self.log else float
         low, high = by(self.low), by(self.high)
-        part = (by(max(value, 1e-12)) - low) / (high - low) if self.log else (
-            (value - low) / (high - low)
-        )  # fmt: skip
+        part = (
+            (by(max(value, 1e-12)) - low) / (high - low)
+            if self.log
+            else ((value - low) / (high - low))
+        )
         return round(self.start + part * (self.end - self.start), 2)
 
 
@@ -76,17 +78,21 @@ def path(points: Sequence[tuple[float, float]], kind: str) -> str:
 def mark(shape: str, said: Said, kind: str = "") -> str:
     """A shape that says what it shows, to those who point at it."""
     return (
-        f'<g class="mark {kind}" data-paths="{escape(" ".join(said.paths))}">'
+        f'<g class="mark {kind}" data-paths="{escape(chr(10).join(said.paths))}">'
         f"<title>{escape(said.text)}</title>{shape}</g>"
     )
 
 
 def dot(x: float, y: float, shape: str = "circle", size: float = 4.5) -> str:
     if shape == "square":
-        return f'<rect x="{x - size + 0.5:.1f}" y="{y - size + 0.5:.1f}" width="{2 * size - 1:.1f}" height="{2 * size - 1:.1f}" rx="1"/>'
+        half, side = size - 0.5, 2 * size - 1
+        corner = f'x="{x - half:.1f}" y="{y - half:.1f}"'
+        return f'<rect {corner} width="{side:.1f}" height="{side:.1f}" rx="1"/>'
     if shape == "diamond":
         s = size + 1.2
-        return f'<path d="M{x:.1f} {y - s:.1f}l{s:.1f} {s:.1f}l{-s:.1f} {s:.1f}l{-s:.1f} {-s:.1f}z"/>'
+        return (
+            f'<path d="M{x:.1f} {y - s:.1f}l{s:.1f} {s:.1f}l{-s:.1f} {s:.1f}l{-s:.1f} {-s:.1f}z"/>'
+        )
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{size}"/>'
 
 
@@ -107,16 +113,22 @@ class Frame:
         right, base = self.x.end, self.y.start
         for value in y_ticks:
             y = self.y(value)
-            self.parts.append(f'<line x1="{self.x.start}" x2="{right}" y1="{y}" y2="{y}" class="grid"/>')
+            self.parts.append(
+                f'<line x1="{self.x.start}" x2="{right}" y1="{y}" y2="{y}" class="grid"/>'
+            )
             self.parts.append(tick(self.x.start - 7, y + 4, value, "end"))
         for value in x_ticks:
             x = self.x(value)
             self.parts.append(f'<line x1="{x}" x2="{x}" y1="{base}" y2="{base + 4}" class="axis"/>')
             self.parts.append(tick(x, base + 17, value, "middle"))
-        self.parts.append(f'<line x1="{self.x.start}" x2="{right}" y1="{base}" y2="{base}" class="axis"/>')
+        self.parts.append(
+            f'<line x1="{self.x.start}" x2="{right}" y1="{base}" y2="{base}" class="axis"/>'
+        )
         middle = (self.x.start + right) / 2
         self.parts.append(text(middle, base + 35, x_label, "middle", "label"))
-        self.parts.append(text(self.x.start - self.left + 4, self.y.end - 10, y_label, "start", "label"))
+        self.parts.append(
+            text(self.x.start - self.left + 4, self.y.end - 10, y_label, "start", "label")
+        )
 
     def add(self, *parts: str) -> None:
         self.parts += parts
@@ -126,15 +138,27 @@ class Frame:
 
 
 def frame(
-    width: float, height: float, x: tuple[float, float], y: tuple[float, float],
-    *, log_x: bool = False, log_y: bool = False, left: float = 46, right: float = 12,
-    top: float = 26, bottom: float = 44,
-) -> Frame:  # fmt: skip
+    width: float,
+    height: float,
+    x: tuple[float, float],
+    y: tuple[float, float],
+    *,
+    log_x: bool = False,
+    log_y: bool = False,
+    left: float = 46,
+    right: float = 12,
+    top: float = 26,
+    bottom: float = 44,
+) -> Frame:
     """A frame over a range of x and of y."""
     return Frame(
-        width, height, Scale(*x, left, width - right, log_x),
-        Scale(*y, height - bottom, top, log_y), left, bottom,
-    )  # fmt: skip
+        width,
+        height,
+        Scale(*x, left, width - right, log_x),
+        Scale(*y, height - bottom, top, log_y),
+        left,
+        bottom,
+    )
 
 
 def svg(width: float, height: float, inside: str, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -20,8 +21,11 @@ def show(document: Json, console: Console) -> None:
     table.add_column("")
     for family in families.values():
         table.add_column(family["title"])
-    for title, key in (("Primary function", "function"), ("Optimization focus", "focus"),
-                       ("Memory management", "memory")):  # fmt: skip
+    for title, key in (
+        ("Primary function", "function"),
+        ("Optimization focus", "focus"),
+        ("Memory management", "memory"),
+    ):
         table.add_row(title, *(family[key] for family in families.values()))
     table.add_row("Key techniques", *(_techniques(family) for family in families.values()))
     table.add_row("Performance", *(_performance(family) for family in families.values()))
@@ -29,6 +33,7 @@ def show(document: Json, console: Console) -> None:
     console.print(table)
     for family in families.values():
         _cases(family, console)
+    console.print("Every case, plots and code: --html FILE. All figures: --json FILE.")
 
 
 def _say_where(document: Json, console: Console) -> None:
@@ -44,8 +49,10 @@ def _say_where(document: Json, console: Console) -> None:
             commit = (record["commit"] or "unknown")[:12]
             console.print(
                 f"  {name}: recorded on {record['device']}, {record['date']}, commit {commit}",
-                style="dim", highlight=False, markup=False,
-            )  # fmt: skip
+                style="dim",
+                highlight=False,
+                markup=False,
+            )
     console.print()
 
 
@@ -63,32 +70,40 @@ def _techniques(family: Json) -> str:
 def _performance(family: Json) -> str:
     return "\n".join(
         f"{escape(claim['label'])}: "
-        + (NOT_YET if claim["value"] is None else shown(claim["value"], claim["unit"]) + claim["unit"])
+        + (
+            NOT_YET
+            if claim["value"] is None
+            else shown(claim["value"], claim["unit"]) + claim["unit"]
+        )
         for claim in family["performance"]
-    )  # fmt: skip
+    )
 
 
 def _cases(family: Json, console: Console) -> None:
-    table = Table(
-        "technique", "case", title=f"{family['title']}, with and without", title_justify="left"
-    )
-    for column in ("with, us", "without, us", "without / with", "bytes", "of the floor"):
-        table.add_column(column, justify="right")
-    table.add_column("code")
+    """A line a technique: what it is worth, and the case in which it is worth most."""
+    title = f"{family['title']}: without / with, and the case in which it is worth most"
+    table = Table("technique", title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("without / with", justify="right", no_wrap=True)
+    table.add_column("case")
+    for column in ("with, us", "without", "bytes", "of floor"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("code", overflow="fold")
     for technique in family["techniques"]:
         link = technique["code"][0]
-        where = escape(f"{link['file']}:{link['first']}")
-        if not technique["cases"]:
-            table.add_row(escape(technique["name"]), NOT_YET, *[""] * 5, where)
-        for index, case in enumerate(technique["cases"]):
-            percent = case["with_percent"]
-            table.add_row(
-                "" if index else escape(technique["name"]),
-                escape(f"{case['group']} {case['case']}".strip()),
-                shown(case["with_us"]), shown(case["without_us"]), shown(case["ratio"], "x"),
-                "" if case["bytes"] is None else sized(case["bytes"]),
-                "" if percent is None else shown(percent, "%") + "%",
-                "" if index else where,
-            )  # fmt: skip
-        table.add_section()
+        where = escape(f"{link['file'].rpartition('/')[2]}:{link['first']}")
+        cases = sorted(technique["cases"], key=lambda case: case["ratio"])
+        if not cases:
+            table.add_row(escape(technique["name"]), "", NOT_YET, "", "", "", "", where)
+            continue
+        most, percent = cases[-1], cases[-1]["with_percent"]
+        table.add_row(
+            escape(technique["name"]),
+            f"{shown(cases[0]['ratio'], 'x')} - {shown(most['ratio'], 'x')}",
+            escape(f"{most['group'].replace('_', ' ')} {most['case']}".strip()),
+            shown(most["with_us"]),
+            shown(most["without_us"]),
+            "" if most["bytes"] is None else sized(most["bytes"]),
+            "" if percent is None else shown(percent, "%") + "%",
+            where,
+        )
     console.print(table)

@@ -1,9 +1,9 @@
-"""The techniques of the general kernels, by domain and kind.
+"""The techniques of the general kernels: those that `billfish bench general` switches off.
 
-What is recorded of them brings its own names, so these say only what a name means: the kind of
-technique, what is done without it, and where its code is.
+The benchmark names them; here is the kind of each, what is done without it, and where its code is.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from billfish.compare.links import exists
@@ -12,9 +12,7 @@ GENERAL = "billfish.kernels.general"
 
 
 class Topic(NamedTuple):
-    """A technique of a general kernel. kind: a key of catalogue.KINDS. technique: as records name
-    it. what: what it does, and what is done without it. code: symbols in the kernel's folder.
-    """
+    """A technique of a general kernel. kind: a key of catalogue.KINDS. code: its symbols."""
 
     domain: str
     kernel: str
@@ -23,77 +21,136 @@ class Topic(NamedTuple):
     what: str
     code: tuple[str, ...]
 
-    @property
-    def links(self) -> tuple[str, ...]:
-        return tuple(f"{GENERAL}.{symbol}" for symbol in self.code)
+
+class _Known(NamedTuple):
+    kind: str
+    what: str
+    code: tuple[str, ...]
 
 
-TOPICS = (
-    Topic(
-        "data", "transpose", "tiled", "coalesced",
-        "Tiles turned around in shared memory, so that reads and writes are both runs of memory. "
-        "Without: each row is read as a run and written element by element.",
+_GATED = _Known(
+    "fused",
+    "Activation and product in one pass over gate and up. Without: torch operations, each of which "
+    "reads and writes all of it.",
+    ("gpu:_gated_kernel",),
+)
+_GRADIENTS = "Gradients of all inputs from one read of what they need. Without: a pass for each."
+
+KNOWN: dict[tuple[str, str], _Known] = {
+    ("transpose", "tiles in shared memory"): _Known(
+        "coalesced",
+        "Tiles are turned around in shared memory, so that reads and writes are both runs of "
+        "memory. Without: rows are read as runs and written element by element.",
         ("transpose_gpu:_transpose_kernel", "transpose_gpu:transpose_copy"),
     ),
-    Topic(
-        "data", "histogram", "private", "shared",
+    ("histogram", "bins in shared memory"): _Known(
+        "shared",
         "Each program counts in shared memory and adds its counts once. Without: an atomic in "
         "device memory for every value.",
         ("histogram_gpu:_histogram_kernel",),
     ),
-    Topic(
-        "data", "reduce", "fused", "fused",
-        "The last program to finish adds up the parts. Without: a second launch.",
+    ("reduce", "one launch"): _Known(
+        "synchronized",
+        "The last program to finish, which an atomic counter tells, adds up the parts. Without: a "
+        "second launch.",
         ("reduce_gpu:_reduce_kernel|if FUSED", "reduce_gpu:_finish"),
     ),
-    Topic(
-        "data", "compact", "fused", "fused",
-        "The scan of positions happens in the pass that writes. Without: a scan first, whose "
-        "result is written and read.",
+    ("compact", "scan in the same pass"): _Known(
+        "fused",
+        "Places are found by the scan in the pass that writes. Without: a scan first, whose result "
+        "is written and read.",
         ("compact_gpu:_compact_kernel", "compact_gpu:_scatter_kernel"),
     ),
-    Topic(
-        "data", "scan", "look-back", "synchronized",
+    ("scan", "look-back"): _Known(
+        "synchronized",
         "One pass: tiles hand their sums on by decoupled look-back. Without: each tile waits for "
         "the one before it.",
         ("scan_gpu:_scan_kernel", "_triton:look_back", "_triton:publish"),
     ),
-    Topic(
-        "data", "segment_reduce", "balanced", "synchronized",
+    ("segment_reduce", "balanced pieces"): _Known(
+        "synchronized",
         "Long segments are cut into pieces of one size. Without: a program a segment, however "
         "long.",
         ("segment_reduce_gpu:_piece_kernel", "segment_reduce_gpu:_pieces_kernel"),
     ),
-    Topic(
-        "training", "softmax", "resident", "cached",
+    ("softmax", "row in registers"): _Known(
+        "cached",
         "A row stays in registers between its sum and its result. Without: it is read twice.",
         ("softmax_gpu:_softmax_kernel|if RESIDENT", "softmax_gpu:_plan"),
     ),
-    Topic(
-        "training", "layer_norm_backward", "fused", "fused",
-        "Gradients of the input and of the weights in one read. Without: two passes.",
-        ("layer_norm_gpu:_norm_backward_kernel",),
+    ("add_rms_norm", "residual added in the norm"): _Known(
+        "fused",
+        "The residual is added where the row is in registers anyway. Without: an addition first, "
+        "whose result is written and read.",
+        ("gpu:_rms_norm_kernel",),
     ),
-    Topic(
-        "training", "adamw", "fused", "fused",
+    ("rms_norm", "gradients in one pass"): _Known(
+        "fused", _GRADIENTS, ("layer_norm_gpu:_norm_backward_kernel",)
+    ),
+    ("layer_norm", "gradients in one pass"): _Known(
+        "fused", _GRADIENTS, ("layer_norm_gpu:_norm_backward_kernel",)
+    ),
+    ("silu_mul", "fused"): _GATED,
+    ("gelu_tanh_mul", "fused"): _GATED,
+    ("silu_mul", "gradients in one pass"): _Known("fused", _GRADIENTS, ("gpu:silu_mul_backward",)),
+    ("gelu_tanh_mul", "gradients in one pass"): _Known(
+        "fused", _GRADIENTS, ("gpu:gelu_tanh_mul_backward",)
+    ),
+    ("rotary_embedding", "query and key in one launch"): _Known(
+        "fused",
+        "Query and key are turned in one launch, and angles are read once for some heads. Without: "
+        "two launches.",
+        ("rotary_gpu:rotary_embedding",),
+    ),
+    ("linear_cross_entropy", "logits in chunks"): _Known(
+        "cached",
+        "The logits of some rows at a time, their gradient written over them. Without: all logits "
+        "at once, in memory.",
+        ("cross_entropy:in_chunks",),
+    ),
+    ("adamw_step", "one pass"): _Known(
+        "fused",
         "One pass over parameter, gradient and moments. Without: three.",
         ("adamw_gpu:_adamw_kernel", "adamw_gpu:adamw_step"),
     ),
-    Topic(
-        "training", "linear_cross_entropy", "chunk", "cached",
-        "The logits of some rows at a time, their gradient written over them. Without: all logits "
-        "at once.",
-        ("cross_entropy:in_chunks",),
-    ),
-)  # fmt: skip
+}
+
+KIND_WORDS = (
+    ("synchronized", ("look-back", "balanced", "barrier", "atomic")),
+    ("coalesced", ("coalesced", "tiles in shared", "layout", "transposed")),
+    ("shared", ("shared",)),
+    ("fused", ("fused", "one launch", "one pass", "same pass", "in one", "epilogue", "steps")),
+    ("cached", ("register", "chunk", "cache", "l2", "resident", "evict", "raster", "reuse")),
+)
+"""What the name of a technique says of its kind, where nothing else is known of it."""
 
 
 def topic_of(domain: str, kernel: str, technique: str) -> Topic:
-    """What is known of a recorded technique; of an unknown one, where its kernel is."""
-    same = [topic for topic in TOPICS if topic.kernel == kernel]
-    exact = [topic for topic in same if topic.technique == technique]
-    if exact or len(same) == 1:
-        return (exact or same)[0]._replace(domain=domain, technique=technique)
-    code = (f"{name}:{kernel}" for name in (f"{kernel}_gpu", kernel))
-    found = tuple(symbol for symbol in code if exists(f"{GENERAL}.{symbol}"))[:1]
-    return Topic(domain, kernel, technique, "other", "", found or (f"__init__:{'__all__'}",))
+    """What is known of a technique; of an unknown one, its kind by its name, and its kernel."""
+    base = kernel.partition(" ")[0]
+    known = KNOWN.get((base, technique))
+    if known and all(exists(f"{GENERAL}.{symbol}") for symbol in known.code):
+        code = tuple(f"{GENERAL}.{symbol}" for symbol in known.code)
+        return Topic(domain, kernel, technique, known.kind, known.what, code)
+    words = technique.lower()
+    kind = next((k for k, found in KIND_WORDS if any(word in words for word in found)), "other")
+    return Topic(domain, kernel, technique, kind, known.what if known else "", _code(base))
+
+
+def _code(kernel: str) -> tuple[str, ...]:
+    """The function of a kernel: on a GPU, or the public operation."""
+    names = (f"{kernel}_gpu:{kernel}", f"{kernel}:{kernel}", "__init__:__all__")
+    return next((f"{GENERAL}.{name}",) for name in names if exists(f"{GENERAL}.{name}"))
+
+
+def benchmarked() -> Iterator[Topic]:
+    """All that the benchmark switches off, measured or not."""
+    from billfish.bench import general
+
+    seen = set()
+    for case in general.all_cases():
+        for technique in case.settings:
+            key = (case.domain, case.kernel, technique)
+            if key not in seen:
+                seen.add(key)
+                yield topic_of(*key)

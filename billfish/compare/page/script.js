@@ -34,6 +34,9 @@
     mark.classList.add("on");
     tip.textContent = mark.dataset.said;
     tip.hidden = false;
+    place(mark);
+  };
+  const place = (mark) => {
     const box = mark.getBoundingClientRect(), own = tip.getBoundingClientRect();
     const left = Math.min(Math.max(8, box.left + box.width / 2 - own.width / 2), innerWidth - own.width - 8);
     const above = box.top - own.height - 10;
@@ -59,7 +62,7 @@
     });
     chart.addEventListener("blur", () => show(null));
   }
-  addEventListener("scroll", () => { if (current) show(null); }, { passive: true });
+  addEventListener("scroll", () => { if (current) place(current); }, { passive: true });
 
   // On paper everything is open.
   addEventListener("beforeprint", () => { for (const d of document.querySelectorAll("details")) d.open = true; });

@@ -1,0 +1,174 @@
+"""`billfish compare`, and what it does where something is wrong."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from billfish.cli import app
+from billfish.compare import measure, records
+from billfish.errors import ConfigError, RecordError
+from tests.compare.conftest import HEAD
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a GPU: compare would measure it"
+)
+
+
+def run(*arguments):
+    """The command's output; what it raises is raised."""
+    result = CliRunner().invoke(app, ["compare", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def raised(*arguments):
+    result = CliRunner().invoke(app, ["compare", *map(str, arguments)])
+    return result.exception
+
+
+def test_in_the_terminal_and_as_files(tmp_path):
+    said = run("--out", tmp_path / "new")
+    assert "Recorded results: nothing was measured here." in said
+    assert "NVIDIA H200, 2026-12-01, commit" in said
+    assert "not measured" in said
+    assert "Stream-K" in said
+    document = json.loads((tmp_path / "new" / "comparison.json").read_text())
+    page = (tmp_path / "new" / "comparison.html").read_text()
+    assert document["made"]["gpu"] is None
+    assert "not measured yet" in page
+
+    again = tmp_path / "again.html"
+    run("--from", tmp_path / "new" / "comparison.json", "--html", again)
+    assert again.read_text().count("<data") == page.count("<data")
+
+
+def test_one_family_and_links_to_the_web(tmp_path):
+    run("--family", "marlin", "--json", tmp_path / "a.json", "--out", tmp_path / "b.html",
+        "--source-url", "https://host.example/tree")  # fmt: skip
+    assert list(json.loads((tmp_path / "a.json").read_text())["families"]) == ["marlin"]
+    page = (tmp_path / "b.html").read_text()
+    assert 'href="https://host.example/tree/billfish/kernels/marlin/' in page
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "b.html"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--family", "cuda"), ("--quick",), ("--out", "report.pdf"), ("--from", "x.json", "--quick"),
+     ("--out", "a.json", "--json", "b.json"), ("--source-url", "javascript:alert(1)")],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(raised(*arguments), ConfigError)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "[1]", '{"format": 1}'])
+def test_a_comparison_that_is_none(tmp_path, content):
+    path = tmp_path / "x.json"
+    if content is not None:
+        path.write_text(content)
+    error = raised("--from", path, "--html", tmp_path / "x.html")
+    assert isinstance(error, RecordError)
+    assert str(path) in str(error)
+    assert not (tmp_path / "x.html").exists()
+
+
+def test_a_damaged_record_stops_it(tmp_path, monkeypatch):
+    (tmp_path / "gemm.json").write_text(json.dumps({**HEAD, "rows": [{"n": 1}]}))
+    monkeypatch.setattr(records, "folder", lambda: tmp_path)
+    error = raised("--html", tmp_path / "x.html")
+    assert isinstance(error, RecordError)
+    assert "gemm.json: row 0: k is missing" in str(error)
+    assert not (tmp_path / "x.html").exists()
+
+
+ROW = {"family": "marlin", "kernel": "hopper_gemm", "technique": "all on", "setting": "on",
+       "case": "64x128 M=1", "us": 2.0, "bytes": 8, "floor_us": 1.0}  # fmt: skip
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """Measuring without a GPU: plans of a test."""
+    rates = {"read_gbps": 4500, "copy_gbps": 4200, "tflops": {"float16": 700.0}}
+    monkeypatch.setattr(measure, "_rates", lambda: rates)
+    made = {}
+    monkeypatch.setattr(measure, "PLANS", made)
+    return made
+
+
+def test_what_fails_or_has_no_time_is_left_out(plans):
+    now = [0.0]
+    taken = []
+
+    def step(name, seconds, fails=False):
+        def take():
+            now[0] += seconds
+            taken.append(name)
+            if fails:
+                raise RuntimeError("no such instruction\nat line 1")
+            return [{**ROW, "case": name}]
+
+        return "ablation_gemm", name, take
+
+    plans["marlin"] = lambda quick, done: iter([step("a", 60), step("b", 1, True), step("c", 60)])
+    plans["general"] = lambda quick, done: iter([step("d", 40), step("e", 60), step("f", 1)])
+    done = measure.measure(
+        ("marlin", "general"), quick=True, say=lambda line: None, clock=lambda: now[0]
+    )
+    assert taken == ["a", "d", "b", "e"]
+    assert done.left_out == [
+        "b: RuntimeError: no such instruction", "c: no time left", "f: no time left",
+    ]  # fmt: skip
+    record = done.records["ablation_gemm"]
+    assert record.origin == "measured"
+    assert [row["case"] for row in record.rows] == ["a", "d", "e"]
+    assert record.head["rates"]["copy_gbps"] == 4200
+    assert done.seconds == 161
+
+
+def test_with_a_gpu_it_measures(plans, monkeypatch, tmp_path):
+    asked = []
+
+    def plan(quick, done):
+        asked.append(quick)
+        yield "ablation_gemm", "one", lambda: [ROW, {**ROW, "technique": "stream_k", "us": 3.0}]
+
+    plans["marlin"] = plan
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU of the tests")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    said = run("--family", "marlin", "--quick", "--json", tmp_path / "a.json")
+    assert "Measured here, on a GPU of the tests" in said
+    document = json.loads((tmp_path / "a.json").read_text())
+    assert asked == [True]
+    assert document["made"]["origin"] == "measured"
+    assert document["records"]["ablation_gemm"]["device"] == "a GPU of the tests"
+    assert document["records"]["gemm"]["origin"] == "recorded"
+    found = {t["name"]: t for t in document["families"]["marlin"]["techniques"]}
+    assert [c["ratio"] for c in found["Stream-K"]["cases"]] == [1.5]
+
+    said = run("--family", "marlin", "--recorded", "--json", tmp_path / "b.json")
+    assert asked == [True]
+    assert "nothing was measured here" in said
+    assert json.loads((tmp_path / "b.json").read_text())["made"]["gpu"] == "a GPU of the tests"
+
+
+def test_the_real_plans_name_real_things():
+    """Their cases can be listed without a GPU, and each has a record that a comparison knows."""
+    for name, plan in measure.PLANS.items():
+        for quick in (True, False):
+            steps = plan(quick, measure.Measured())
+            if name == "general":
+                continue  # it measures the memory's rates first
+            listed = [(record, what) for record, what, _ in steps]
+            assert listed
+            assert {record for record, _ in listed} <= set(records.FIELDS)
+            assert len({what for _, what in listed}) == len(listed)
+
+
+def test_records_are_checked_when_they_are_taken(plans):
+    plans["marlin"] = lambda quick, done: iter([("ablation_gemm", "x", lambda: [{"us": 1}])])
+    with pytest.raises(RecordError, match="measured here: row 0"):
+        measure.measure(("marlin",), quick=False, say=lambda line: None)

@@ -1,0 +1,126 @@
+"""The report in a real Chromium: what a person sees and does."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from billfish.compare import report
+from billfish.compare.figures import shown
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = (
+    os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+)
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium: install it (on Debian: apt-get install chromium)"
+)
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+         "--disable-background-networking", "--disable-component-update")  # fmt: skip
+PATIENCE_MS = 90_000
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=list(FLAGS), timeout=PATIENCE_MS
+        )
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def open_page(browser, document, tmp_path):
+    """open_page(**context options): the report, which asks for nothing and logs no error."""
+    contexts, problems = [], []
+    path = tmp_path / "comparison.html"
+    path.write_text(report.page(document, folder=tmp_path))
+
+    def open_it(**options):
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        context.set_default_timeout(PATIENCE_MS)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda line: problems.append(line.text))
+        page.on("request", lambda r: r.url == path.as_uri() or problems.append(r.url))
+        page.goto(path.as_uri())
+        return page
+
+    yield open_it
+    for context in contexts:
+        context.close()
+    assert problems == []
+
+
+def test_what_is_shown(open_page, document):
+    page = open_page()
+    assert page.locator("h1").inner_text() == "Three kernel families, measured"
+    assert page.locator("#no-gpu").is_visible()
+    assert json.loads(page.locator("#data").inner_text()) == document
+    ratio = document["families"]["marlin"]["techniques"][2]["cases"][0]["ratio"]
+    assert page.locator("#marlin-2 .ratio data").first.inner_text() == shown(ratio, "x")
+    for chart in page.locator("svg:visible").all():
+        box = chart.bounding_box()
+        assert box["width"] > 200
+        assert box["height"] > 50
+    assert page.locator("svg:visible").count() >= 15
+    # No line of a chart runs out of its card.
+    wide = page.evaluate(
+        """() => [...document.querySelectorAll('svg')].filter(s => s.checkVisibility())
+           .filter(s => {
+             const box = s.getBoundingClientRect();
+             return [...s.querySelectorAll('text')].some(t => {
+               const b = t.getBoundingClientRect();
+               return b.left < box.left - 12 || b.right > box.right + 12;
+             });
+           }).map(s => s.getAttribute('aria-label'))"""
+    )
+    assert wide == []
+
+
+@pytest.mark.parametrize("width", [320, 375, 768, 1280])
+def test_any_width(open_page, width):
+    page = open_page(viewport={"width": width, "height": 740})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_light_and_dark(open_page):
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light, dark = (open_page(color_scheme=s).evaluate(ground) for s in ("light", "dark"))
+    assert light != dark
+    page = open_page(color_scheme="light")
+    button = page.locator("#theme")
+    for said, expected in (("light", light), ("dark", dark), ("as the system", light)):
+        button.click()
+        assert button.get_attribute("aria-label") == f"Colours: {said}"
+        assert page.evaluate(ground) == expected
+
+
+def test_by_keyboard_and_pointer(open_page):
+    page = open_page()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    chart = page.locator("#kernels svg:visible").first
+    chart.focus()
+    page.keyboard.press("ArrowRight")
+    tip = page.locator("#tip")
+    assert "The roof" in tip.inner_text()
+    page.keyboard.press("ArrowRight")
+    assert "TFLOP/s at" in tip.inner_text()
+    page.keyboard.press("Escape")
+    assert tip.is_hidden()
+    page.locator("#marlin svg:visible .mark circle").first.hover()
+    assert "FP16" in tip.inner_text()
+
+
+def test_on_paper_all_code_is_open(open_page):
+    page = open_page()
+    assert page.locator("details[open]").count() == 0
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    assert page.locator("details:not([open])").count() == 0
+    page.emulate_media(media="print")
+    assert page.locator(".top").is_hidden()
+    assert page.locator("#marlin-0 pre").first.is_visible()

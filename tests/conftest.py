@@ -1,7 +1,11 @@
 """What tests of several folders need, and what they do where it is missing."""
 
 import os
+import random
 import signal
+import sys
+from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,29 @@ os.environ.setdefault("BILLFISH_CPU_NATIVE", "0")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.environ["HF_HUB_OFFLINE"] = "1"
+# Servers of tests are on this machine, whatever proxy it uses for others.
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
+
+# The same examples in every run; how long a machine takes to draw one says nothing about the code.
+with suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "tests", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("tests")
+
 VOCABULARIES = Path(__file__).parents[1] / ".cache" / "vocabs"
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """What a test draws without a generator of its own does not depend on the tests before it."""
+    random.seed(0)
+    for name, seed in (("numpy", "random.seed"), ("torch", "manual_seed")):
+        if module := sys.modules.get(name):
+            attrgetter(seed)(module)(0)
 
 
 def lacking(what: str) -> None:

@@ -1,6 +1,7 @@
 """The real model, loaded once a process, and its independent oracle."""
 
-import os
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,22 @@ def make_llm(model_path: Path):
 
 
 @pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of a variant of `tiny_hf`, by name, written once: not to be changed."""
+    from tests.e2e import tiny_hf
+
+    folder = tmp_path_factory.mktemp("models")
+
+    @functools.cache
+    def save(name: str) -> Path:
+        return tiny_hf.save(tiny_hf.model_of(name), folder / name.replace(" ", "-"))
+
+    return save
+
+
+@pytest.fixture(scope="session")
 def oracle(model_path: Path):
     """transformers' own reading of the same file, weights dequantized to float32."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
     from transformers import AutoModelForCausalLM
 

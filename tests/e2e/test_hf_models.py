@@ -1,8 +1,6 @@
 """Every architecture against transformers, from Hugging Face directories and from GGUF files."""
 
 import functools
-import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +8,12 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 from billfish import LLM, SamplingParams
 from billfish.config import CacheConfig, SchedulerConfig
 from billfish.layers.linear import Linear, QuantLinear
 from tests.e2e import gguf_twin, tiny_hf
 from tests.e2e.test_against_oracle import logits_of, oracle_logits
+from tests.e2e.tiny_hf import model_of
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
@@ -25,24 +22,6 @@ TWINS = (
     "gemma2", "gemma3", "phi3", "phi3 short", "phi3 long", "smollm3",
 )  # fmt: skip
 LENGTHS = (40, 3, 61, 17)
-
-
-@functools.cache
-def model_of(name: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return tiny_hf.build(tiny_hf.VARIANTS[name])
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory):
-    folder = tmp_path_factory.mktemp("models")
-
-    @functools.cache
-    def save(name: str) -> Path:
-        return tiny_hf.save(model_of(name), folder / name.replace(" ", "-"))
-
-    return save
 
 
 def load(path: Path, name: str, block_size: int = 16, chunk: int = 512, **options: Any) -> LLM:
@@ -155,10 +134,10 @@ def nearest_int4(weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["llama biased, odd", "phi3"])
-def test_rounding_to_int4_while_loading(saved, caplog, name: str) -> None:
+def test_rounding_to_int4_while_loading(tmp_path: Path, caplog, name: str) -> None:
     options = {**tiny_hf.VARIANTS[name].options, "num_hidden_layers": 2}
     model = tiny_hf.build(tiny_hf.Variant(tiny_hf.VARIANTS[name].model, options))
-    path = tiny_hf.save(model, saved(name).parent / "int4" / name.replace(" ", "-"))
+    path = tiny_hf.save(model, tmp_path / "model")
     with caplog.at_level("INFO", logger="billfish"):
         llm = load(path, name, quantize="int4")
     errors = []

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 from billfish import LLM, SamplingParams
 from billfish.config import CacheConfig

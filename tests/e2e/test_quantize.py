@@ -1,6 +1,5 @@
 """`billfish quantize`: what it writes, read by transformers with compressed-tensors and by us."""
 
-import functools
 import gc
 import json
 import math
@@ -13,11 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import transformers
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from billfish import LLM
@@ -36,27 +32,10 @@ from billfish.quantization.formats import read_format
 from billfish.tokenizer import from_directory
 from tests.e2e import gguf_twin, tiny_hf
 from tests.e2e.test_against_oracle import logits_of, oracle_logits
+from tests.e2e.tiny_hf import model_of
 
 SMALL = {"sequence_length": 64, "num_sequences": 6, "num_held": 3}
 IDS = list(range(5, 45))
-
-
-@functools.cache
-def model_of(name: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return tiny_hf.build(tiny_hf.VARIANTS[name])
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory):
-    folder = tmp_path_factory.mktemp("sources")
-
-    @functools.cache
-    def save(name: str) -> Path:
-        return tiny_hf.save(model_of(name), folder / name.replace(" ", "-"))
-
-    return save
 
 
 def run(model: Path, out: Path, progress: Any = None, **options: Any) -> Any:
@@ -108,9 +87,9 @@ def perplexity(model: Any, text: str, path: Path) -> float:
     ],
 )
 def test_transformers_reads_the_same_numbers(
-    source, name: str, options: dict[str, Any], tmp_path: Path
+    saved, name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    path, out = source(name), tmp_path / "out"
+    path, out = saved(name), tmp_path / "out"
     report = run(path, out, **options)
     theirs, llm = by_transformers(out), by_us(out, tiny_hf.VARIANTS[name].max_model_len)
     config = json.loads((out / "config.json").read_text())
@@ -200,7 +179,7 @@ def test_gptq_loses_less_than_rounding_on_a_real_model(model_path: Path) -> None
     assert errors["gptq"] < 0.6 * errors["rtn"]
 
 
-def test_one_layer_at_a_time(source, tmp_path: Path) -> None:
+def test_one_layer_at_a_time(saved, tmp_path: Path) -> None:
     alive = []
 
     def progress(*_: Any) -> None:
@@ -208,24 +187,24 @@ def test_one_layer_at_a_time(source, tmp_path: Path) -> None:
         alive.append(sum(type(each) is DecoderLayer for each in gc.get_objects()))
 
     before = sum(type(each) is DecoderLayer for each in gc.get_objects())
-    run(source("llama"), tmp_path / "out", progress)
+    run(saved("llama"), tmp_path / "out", progress)
     assert alive == [before] * (tiny_hf.COMMON["num_hidden_layers"] + 1)
 
 
-def test_a_cut_run_leaves_nothing(source, tmp_path: Path) -> None:
+def test_a_cut_run_leaves_nothing(saved, tmp_path: Path) -> None:
     def interrupt(what: str, done: int, total: int) -> None:
         if done == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(source("llama"), tmp_path / "out", interrupt)
+        run(saved("llama"), tmp_path / "out", interrupt)
     assert os.listdir(tmp_path) == []
 
 
-def test_int4_models_are_refused_unless_asked(source, model_path: Path, tmp_path: Path) -> None:
+def test_int4_models_are_refused_unless_asked(saved, model_path: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is INT4 already"):
         run(model_path, tmp_path / "out")
-    run(source("llama"), tmp_path / "once", method="rtn", group_size=32)
+    run(saved("llama"), tmp_path / "once", method="rtn", group_size=32)
     with pytest.raises(CheckpointError, match="is INT4 already") as error:
         run(tmp_path / "once", tmp_path / "twice", method="rtn", group_size=32)
     assert error.value.tensor == "model.layers.0.self_attn.q_proj.weight"
@@ -236,9 +215,9 @@ def test_int4_models_are_refused_unless_asked(source, model_path: Path, tmp_path
         assert torch.equal(tensor, twice[name]), name
 
 
-def test_weights_that_are_not_finite(source, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite(saved, tmp_path: Path) -> None:
     path = tmp_path / "source"
-    shutil.copytree(source("llama"), path)
+    shutil.copytree(saved("llama"), path)
     name = "model.layers.2.mlp.up_proj.weight"
     tensors = load_file(path / "model.safetensors")
     tensors[name][3, 5] = math.inf
@@ -249,14 +228,14 @@ def test_weights_that_are_not_finite(source, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["source"]
 
 
-def test_the_target_and_the_disk(source, tmp_path: Path, monkeypatch) -> None:
+def test_the_target_and_the_disk(saved, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ConfigError, match="exists and is not empty"):
-        run(source("llama"), tmp_path)
+        run(saved("llama"), tmp_path)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 1 << 40, 1 << 20))
     with pytest.raises(CapacityError, match="only 1 MiB free"):
-        run(source("llama"), tmp_path / "out")
+        run(saved("llama"), tmp_path / "out")
     assert os.listdir(tmp_path) == ["file"]
 
 
@@ -277,34 +256,34 @@ def test_the_target_and_the_disk(source, tmp_path: Path, monkeypatch) -> None:
         ({"calibration": Path("no/such/file")}, "no/such/file cannot be read"),
     ],
 )
-def test_wrong_options(source, options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_wrong_options(saved, options: dict[str, Any], reason: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=reason):
-        run(source("llama"), tmp_path / "out", **options)
+        run(saved("llama"), tmp_path / "out", **options)
     assert os.listdir(tmp_path) == []
 
 
-def test_texts_that_are_too_short(source, tmp_path: Path) -> None:
+def test_texts_that_are_too_short(saved, tmp_path: Path) -> None:
     short, long = tmp_path / "short.txt", tmp_path / "long.txt"
     short.write_text("a few words")
     long.write_text("many words " * 100)
     for options in ({"calibration": short, "held": long}, {"calibration": long, "held": short}):
         with pytest.raises(ConfigError, match=r"short.txt is too short: 11 tokens"):
-            run(source("llama"), tmp_path / "out", **options)
+            run(saved("llama"), tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 
-def test_columns_that_no_group_divides(source, tmp_path: Path) -> None:
+def test_columns_that_no_group_divides(saved, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="60 columns, of which no group size divides"):
-        run(source("llama biased, odd"), tmp_path / "out")
-    run(source("llama biased, odd"), tmp_path / "out", group_size=-1)
+        run(saved("llama biased, odd"), tmp_path / "out")
+    run(saved("llama biased, odd"), tmp_path / "out", group_size=-1)
     llm, theirs = by_us(tmp_path / "out"), by_transformers(tmp_path / "out")
     logits = logits_of(llm, IDS)
     assert (logits - oracle_logits(theirs, IDS)).norm() <= 1e-4 * logits.norm()
 
 
-def test_the_command(source, tmp_path: Path) -> None:
+def test_the_command(saved, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    arguments = ["quantize", str(source("llama")), str(out), "--group-size", "32"]
+    arguments = ["quantize", str(saved("llama")), str(out), "--group-size", "32"]
     arguments += ["--sequences", "4", "--held-sequences", "2", "--sequence-length", "64"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output

@@ -1,6 +1,8 @@
 """Writes small random models with transformers, one for each architecture and variant."""
 
+import functools
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,6 +119,14 @@ def build(variant: Variant) -> Any:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=[2, 0])
     return model
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    """The variant of this name, built once a process: not to be changed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return build(VARIANTS[name])
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:

@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.live import LiveServer, live
+from tests.server.live import ONE_REQUEST, PATIENCE, LiveServer, live
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +22,15 @@ def client(server: LiveServer) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def http(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as client:
-        yield client
+def http(server: LiveServer) -> httpx.Client:
+    return server.http
 
 
 def openai_client(server: LiveServer, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60)
+    return openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE,
+        http_client=openai.DefaultHttpxClient(limits=ONE_REQUEST),
+    )  # fmt: skip
 
 
 def chat(text: str = "Hi", **options: object) -> dict:

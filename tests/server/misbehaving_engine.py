@@ -26,6 +26,8 @@ Connection.MAX_UNSENT = 1 << 21  # little, so that a test reaches it soon
 
 
 def misbehave(word: str) -> None:
+    if word.startswith("!"):
+        print(word, flush=True)
     match word.rstrip():
         case "!hang":
             time.sleep(1000)

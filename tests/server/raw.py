@@ -2,12 +2,16 @@
 
 import socket
 
-from tests.server.live import LiveServer
+from tests.server.live import PATIENCE, LiveServer
 
 
-def send(server: LiveServer, data: bytes, *, seconds: float = 20.0) -> bytes:
+def connect(server: LiveServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
+
+
+def send(server: LiveServer, data: bytes) -> bytes:
     """Everything the server answers until it closes the connection."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=seconds) as connection:
+    with connect(server) as connection:
         connection.sendall(data)
         return receive(connection)
 

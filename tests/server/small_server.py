@@ -1,6 +1,7 @@
 """A server's process without HTTP: python -m tests.server.small_server PROMPT
 
-Starts an engine, prints its process id once a request with this prompt runs, and drains on SIGTERM.
+Starts an engine and prints its process id, and another line once a request with this prompt runs.
+Drains on SIGTERM.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from billfish.server.engine_client import EngineClient
 from billfish.server.fake_engine import byte_tokenizer
 from billfish.server.messages import EngineRequest, LaunchFake
 from billfish.server.supervisor import EngineSupervisor
+from tests.server.live import PATIENCE
 
 
 async def main(prompt: str) -> None:
@@ -26,12 +28,14 @@ async def main(prompt: str) -> None:
         prompt_token_ids=tuple(prompt.encode()),
         sampling=SamplingParams(max_tokens=4000),
     )
-    running = asyncio.ensure_future(client.submit(request))
-    await asyncio.wait([running], timeout=0.5 if prompt.startswith("!") else None)
     print(engine.pid, flush=True)
+    running = asyncio.ensure_future(client.submit(request))
+    if not prompt.startswith("!"):  # then the engine says itself that it has got it
+        stream = await running
+        print("runs", flush=True)
     await ended.wait()
-    drained = asyncio.ensure_future(client.drain(30.0))
-    text = "".join([output.text async for output in await running])
+    drained = asyncio.ensure_future(client.drain(PATIENCE))
+    text = "".join([output.text async for output in stream])
     await drained
     print(len(text), flush=True)
 

@@ -18,6 +18,7 @@ from billfish.errors import (
 from billfish.sampling_params import SamplingParams
 from billfish.server.fake_engine import ENDLESS, VOCAB_SIZE, FakeEngine
 from billfish.server.messages import EngineOutput, EngineRequest
+from tests.server.live import PATIENCE
 
 PROMPT = tuple(b"Hello")
 
@@ -34,7 +35,7 @@ def with_engine(test: Callable[[FakeEngine], Awaitable[None]], **settings: Any) 
         engine = FakeEngine(**settings)
         await engine.start()
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE):
                 await test(engine)
         finally:
             await engine.close()
@@ -264,7 +265,7 @@ class TestStates:
     def test_drain_lets_run_what_runs(self) -> None:
         async def test(engine: FakeEngine) -> None:
             stream = await engine.submit(request(max_tokens=50))
-            drained = asyncio.ensure_future(engine.drain(20.0))
+            drained = asyncio.ensure_future(engine.drain(PATIENCE))
             await asyncio.sleep(0)
             with pytest.raises(EngineUnavailableError) as caught:
                 await engine.submit(request("b"))

@@ -17,6 +17,7 @@ from billfish.server.messages import (
     Submit,
     encode,
 )
+from tests.server.live import PATIENCE
 from tests.server.processes import (
     NEEDS_PROC,
     RawEngine,
@@ -59,13 +60,13 @@ class TestDeathPipe:
         with RawEngine(LaunchFake(), Submit(request(prompt=prompt, max_tokens=4000))) as engine:
             engine.read_until(Ready)
             engine.close_pipe()
-            assert engine.process.wait(timeout=60) == -signal.SIGKILL
+            assert engine.process.wait(timeout=PATIENCE) == -signal.SIGKILL
 
     def test_while_it_starts(self) -> None:
         with RawEngine(LaunchFake(reply="!hang")) as engine:
             engine.read_until(Loading)
             engine.close_pipe()
-            assert engine.process.wait(timeout=60) == -signal.SIGKILL
+            assert engine.process.wait(timeout=PATIENCE) == -signal.SIGKILL
 
 
 class TestHostileBytes:
@@ -79,7 +80,7 @@ class TestHostileBytes:
             messages: list[FromEngine] = []
             while more := engine.read():
                 messages += more
-            return engine.process.wait(timeout=60), messages
+            return engine.process.wait(timeout=PATIENCE), messages
 
     @pytest.mark.parametrize(
         ("data", "names"),

@@ -42,7 +42,7 @@ from billfish.structured_output import StructuredOutput
 
 
 class TestFrames:
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(st.lists(st.binary(max_size=300), max_size=8), st.randoms(use_true_random=False))
     def test_any_cut_gives_the_same_messages(self, messages, random) -> None:
         data = b"".join(map(frame, messages))
@@ -138,14 +138,14 @@ class TestMessages:
         with pytest.raises(ProtocolError):
             encode(Abort((text,)))
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(st.binary(max_size=200))
     def test_random_bytes_are_refused(self, data: bytes) -> None:
         for decode in (decode_to_engine, decode_from_engine):
             with pytest.raises(ProtocolError):
                 decode(data)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(st.integers(0, 10**6), st.integers(0, 255), st.booleans())
     def test_damaged_messages_are_refused_or_are_messages(self, place, byte, cut) -> None:
         request = EngineRequest(
@@ -166,7 +166,7 @@ class TestMessages:
 
 
 class TestMerge:
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(st.lists(st.tuples(st.integers(0, 2), st.text(max_size=3)), min_size=1, max_size=30))
     def test_nothing_is_lost(self, parts) -> None:
         counts = dict.fromkeys(range(3), 0)

@@ -1,8 +1,10 @@
 """The event loop goes on while threads work on large prompts and on grammars."""
 
 import asyncio
+import itertools
 import random
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,37 +34,39 @@ def text(characters: int) -> str:
     return "".join(words)[:characters]
 
 
-def turns_while(size: int, work: Callable[[], object]) -> int:
-    """How often the event loop came round while work was done in a thread."""
+def longest_wait(size: int, work: Callable[[], object]) -> float:
+    """How long the event loop stood still while work was done in a thread: the share of all its
+    time, each in seconds of the processor, so that other programs on this machine do not count."""
 
-    async def run() -> int:
-        offload, turns = Offload(), 0
+    async def run() -> float:
+        offload, times = Offload(), [time.process_time()]
         task = asyncio.ensure_future(offload.run(size, work))
         while not task.done():
-            turns += 1
             await asyncio.sleep(0.001)
+            times.append(time.process_time())
         await task
         offload.close()
-        return turns
+        waits = [after - before for before, after in itertools.pairwise(times)]
+        return max(waits) / (times[-1] - times[0])
 
     return asyncio.run(run())
 
 
 class TestTheLoopGoesOn:
-    """A large prompt does not hold up who asks for health. Where the interpreter's lock is held,
-    the loop comes round a few times only."""
+    """A large prompt does not hold up who asks for health. Where the interpreter's lock is held to
+    the end, the loop stands still for nearly all of the time."""
 
     def test_while_a_megabyte_is_tokenized(self, tokenizer: Tokenizer) -> None:
         long = text(1 << 20)
-        assert turns_while(len(long), lambda: tokenizer.encode(long)) > 40
+        assert longest_wait(len(long), lambda: tokenizer.encode(long)) < 0.3
 
     def test_while_a_chat_of_a_megabyte_is_rendered(self, tokenizer: Tokenizer) -> None:
         messages = [{"role": "user", "content": text(1 << 20)}]
-        assert turns_while(1 << 20, lambda: tokenizer.encode_chat(messages)) > 40
+        assert longest_wait(1 << 20, lambda: tokenizer.encode_chat(messages)) < 0.3
 
     def test_while_a_grammar_is_compiled(self, tokenizer: Tokenizer) -> None:
         form, compiler = StructuredOutput("json_schema", wide(800)), GrammarCompiler(tokenizer)
-        assert turns_while(0, lambda: compiler.compile(form)) > 40
+        assert longest_wait(0, lambda: compiler.compile(form)) < 0.3
 
 
 @pytest.mark.parametrize("length", [RELEASE_AT - 1, RELEASE_AT, RELEASE_AT + 1, 20_000])
@@ -94,4 +98,4 @@ def test_the_real_tokenizer_too(model_path: Path) -> None:
     with GGUFFile.open(model_path) as file:
         tokenizer = from_gguf(file.metadata, str(model_path))
     long = text(1 << 18)
-    assert turns_while(len(long), lambda: tokenizer.encode(long)) > 40
+    assert longest_wait(len(long), lambda: tokenizer.encode(long)) < 0.3

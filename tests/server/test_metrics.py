@@ -2,7 +2,6 @@
 
 import json
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -24,7 +23,7 @@ NAMES = {
 
 
 def read(server: LiveServer) -> dict:
-    answer = httpx.get(f"{server.url}/metrics")
+    answer = server.http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     families = {f.name.removeprefix("billfish:"): f for f in
                 text_string_to_metric_families(answer.text)}  # fmt: skip
@@ -41,18 +40,18 @@ def value(metrics: dict, name: str, **labels: str) -> float:
 
 def test_what_is_counted():
     with live() as server:
-        url = f"{server.url}/v1/chat/completions"
-        first = httpx.post(url, json=chat("one", n=2)).json()["usage"]
-        second = httpx.post(url, json=chat("two", stream=True, max_tokens=5))
+        url = "/v1/chat/completions"
+        first = server.http.post(url, json=chat("one", n=2)).json()["usage"]
+        second = server.http.post(url, json=chat("two", stream=True, max_tokens=5))
         assert second.text.count("data: ") > 3
-        httpx.post(url, json=chat(n=0))
-        httpx.get(f"{server.url}/made/up/path")
+        server.http.post(url, json=chat(n=0))
+        server.http.get("/made/up/path")
         server.wait_idle()
         metrics = read(server)
         assert metrics["families"] == NAMES
-        prompt = httpx.post(
-            f"{server.url}/tokenize", json={"messages": chat("two")["messages"]}
-        ).json()["count"]
+        prompt = server.http.post("/tokenize", json={"messages": chat("two")["messages"]}).json()[
+            "count"
+        ]
         assert value(metrics, "prompt_tokens_total") == first["prompt_tokens"] + prompt
         assert value(metrics, "generation_tokens_total") == first["completion_tokens"] + 5
         assert value(metrics, "time_to_first_token_seconds_count") == 2
@@ -86,8 +85,8 @@ def test_it_answers_while_the_engine_is_dead():
 def test_a_hostile_model_name_is_escaped():
     name = 'a"b\\c\nd'
     with live(model_names=(name,)) as server:
-        httpx.post(f"{server.url}/v1/chat/completions", json={**chat(), "model": name})
-        text = httpx.get(f"{server.url}/metrics").text
+        server.http.post("/v1/chat/completions", json={**chat(), "model": name})
+        text = server.http.get("/metrics").text
         labels = {s.labels.get("model_name") for f in text_string_to_metric_families(text)
                   for s in f.samples}  # fmt: skip
         assert labels == {name, None}
@@ -110,8 +109,8 @@ def test_names_hold_no_client_data():
     """Clients must not be able to make series without end."""
     with live() as server:
         for number in range(20):
-            httpx.get(f"{server.url}/path/{number}", headers={"X-Request-Id": f"id{number}"})
-            httpx.post(f"{server.url}/v1/chat/completions", json=chat(model=f"m{number}"))
+            server.http.get(f"/path/{number}", headers={"X-Request-Id": f"id{number}"})
+            server.http.post("/v1/chat/completions", json=chat(model=f"m{number}"))
         series = read(server)
         assert len([key for key in series if key[0] == "http_responses_total"]) <= 4
         assert "path/1" not in json.dumps([list(map(str, key)) for key in series])

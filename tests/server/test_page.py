@@ -1,7 +1,6 @@
 """The page at /, as HTTP serves it. What it does in a browser: test_page_in_a_browser.py."""
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 
@@ -11,15 +10,15 @@ import pytest
 from billfish.server import page
 from billfish.server.fake_engine import FakeEngine
 from tests.server.conftest import chat
-from tests.server.live import KEY, LiveServer, live
+from tests.server.live import KEY, LiveServer, live, wait_until
 
 BEARER = {"Authorization": f"Bearer {KEY}"}
 
 
 @pytest.fixture(scope="module")
 def locked() -> Iterator[httpx.Client]:
-    with live(api_keys=(KEY,)) as server, httpx.Client(base_url=server.url) as client:
-        yield client
+    with live(api_keys=(KEY,)) as server:
+        yield server.http
 
 
 @pytest.mark.parametrize("path", sorted(page.PATHS))
@@ -71,10 +70,14 @@ def server() -> Iterator[LiveServer]:
 
 def until(client: httpx.Client, true: Callable[[dict], bool]) -> dict:
     """The first state of which it is true: one answer serves for a tenth of a second."""
-    end = time.monotonic() + 20
-    while not true(state := client.get("/engine/state").json()):
-        assert time.monotonic() < end, state
-    return state
+    states: list[dict] = []
+
+    def come() -> bool:
+        states[:] = [client.get("/engine/state").json()]
+        return true(states[0])
+
+    wait_until(come)
+    return states[0]
 
 
 def codes(blocks: dict) -> list[int]:
@@ -83,39 +86,39 @@ def codes(blocks: dict) -> list[int]:
 
 
 def test_state_tells_blocks_groups_and_steps(server):
-    with httpx.Client(base_url=server.url, timeout=30) as client:
-        before = client.get("/engine/state").json()
-        assert before["health"]["status"] == "ready"
-        assert before["model"]["num_blocks"] == 64
-        assert codes(before["engine"]["blocks"]) == [0] * 64
-        assert before["engine"]["steps"] == []
+    client = server.http
+    before = client.get("/engine/state").json()
+    assert before["health"]["status"] == "ready"
+    assert before["model"]["num_blocks"] == 64
+    assert codes(before["engine"]["blocks"]) == [0] * 64
+    assert before["engine"]["steps"] == []
 
-        server.pause_after(20)
-        body = chat("x" * 100, stream=True, n=2, max_tokens=300)
-        with client.stream("POST", "/v1/chat/completions", json=body) as stream:
-            assert stream.status_code == 200
-            server.wait_paused()
-            state = until(client, lambda state: state["engine"]["counters"]["running"] == 2)
-            server.call(server.engine.resume)
-        engine = state["engine"]
-        held = [code for code in codes(engine["blocks"]) if code > 1]
-        assert len(held) == engine["counters"]["blocks_in_use"]
-        groups = engine["blocks"]["groups"]
-        shared = [code for code in held if groups[code - 2] == [2, [0, 1]]]
-        # The prompt's full blocks are both samples'; what they write is their own.
-        assert len(shared) >= 100 // 16
-        assert {count for count, who in groups if len(who) == 1} == {1}
-        assert engine["ttft"]["latest"] > 0
-        numbers = [step[0] for step in engine["steps"]]
-        assert numbers == sorted(numbers)
-        assert engine["steps"][0][2] >= 100  # prefill tokens
+    server.pause_after(20)
+    body = chat("x" * 100, stream=True, n=2, max_tokens=300)
+    with client.stream("POST", "/v1/chat/completions", json=body) as stream:
+        assert stream.status_code == 200
+        server.wait_paused()
+        state = until(client, lambda state: state["engine"]["counters"]["running"] == 2)
+        server.call(server.engine.resume)
+    engine = state["engine"]
+    held = [code for code in codes(engine["blocks"]) if code > 1]
+    assert len(held) == engine["counters"]["blocks_in_use"]
+    groups = engine["blocks"]["groups"]
+    shared = [code for code in held if groups[code - 2] == [2, [0, 1]]]
+    # The prompt's full blocks are both samples'; what they write is their own.
+    assert len(shared) >= 100 // 16
+    assert {count for count, who in groups if len(who) == 1} == {1}
+    assert engine["ttft"]["latest"] > 0
+    numbers = [step[0] for step in engine["steps"]]
+    assert numbers == sorted(numbers)
+    assert engine["steps"][0][2] >= 100  # prefill tokens
 
-        server.wait_idle()
-        until(client, lambda state: state["engine"]["counters"]["running"] == 0)
-        after = client.get("/engine/state", params={"after": numbers[-1]}).json()["engine"]
-        assert all(step[0] > numbers[-1] for step in after["steps"])
-        assert set(codes(after["blocks"])) == {0, 1}
-        assert after["blocks"]["requests"] == []
+    server.wait_idle()
+    until(client, lambda state: state["engine"]["counters"]["running"] == 0)
+    after = client.get("/engine/state", params={"after": numbers[-1]}).json()["engine"]
+    assert all(step[0] > numbers[-1] for step in after["steps"])
+    assert set(codes(after["blocks"])) == {0, 1}
+    assert after["blocks"]["requests"] == []
 
 
 def test_those_who_look_at_once_share_one_answer(server):
@@ -131,26 +134,26 @@ def test_those_who_look_at_once_share_one_answer(server):
         server.engine.stats = counted
 
     server.call(count)
-    with httpx.Client(base_url=server.url) as client:
-        client.get("/version")
-        assert asked == []  # nobody looked
-        client.get("/engine/state")
-        assert asked == [{"block_map": True}]
+    client = server.http
+    client.get("/version")
+    assert asked == []  # nobody looked
+    client.get("/engine/state")
+    assert asked == [{"block_map": True}]
 
 
 def test_state_of_an_engine_that_is_dead(server):
-    with httpx.Client(base_url=server.url) as client:
-        client.get("/engine/state")
-        server.call(server.engine.die, "killed by /some/path")
-        until(client, lambda state: state["engine"] is None)
-        answer = client.get("/engine/state")
-        assert answer.status_code == 200
-        assert answer.json()["health"]["status"] == "dead"
-        assert "/some/path" not in answer.text
+    client = server.http
+    client.get("/engine/state")
+    server.call(server.engine.die, "killed by /some/path")
+    until(client, lambda state: state["engine"] is None)
+    answer = client.get("/engine/state")
+    assert answer.status_code == 200
+    assert answer.json()["health"]["status"] == "dead"
+    assert "/some/path" not in answer.text
 
 
 @pytest.mark.parametrize("after", ["x", "-2", "1e3", str(2**53), ""])
 def test_steps_after_what_is_no_number(server, after):
-    answer = httpx.get(f"{server.url}/engine/state", params={"after": after})
+    answer = server.http.get("/engine/state", params={"after": after})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "after"

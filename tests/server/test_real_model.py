@@ -299,7 +299,7 @@ def test_grammars_bad_after_good(server, client):
     empty = ask(client, extra_body={"structured_outputs": {"json": {}}}, max_tokens=10)
     assert empty.choices[0].message.content
     assert ask(client).choices[0].message.content == baseline
-    assert httpx.get(f"{server.url}/health").json()["restarts"] == 0
+    assert server.http.get("/health").json()["restarts"] == 0
 
 
 def test_a_hit_in_the_prefix_cache_is_told_and_changes_nothing(client):
@@ -312,6 +312,6 @@ def test_a_hit_in_the_prefix_cache_is_told_and_changes_nothing(client):
 
 def test_everything_comes_back(server):
     server.wait_idle()
-    metrics = httpx.get(f"{server.url}/metrics").text
+    metrics = server.http.get("/metrics").text
     assert 'billfish:kv_cache_usage_perc{model_name="served"} 0.0' in metrics
     assert "billfish:prefix_cache_hits_total" in metrics

@@ -9,7 +9,6 @@ import sys
 import threading
 from pathlib import Path
 
-import httpx
 import pytest
 
 import billfish
@@ -20,7 +19,7 @@ from billfish.tokenizer import Tokenizer
 from billfish.tokenizer.chat_template import ChatTemplate
 from tests.server.conftest import chat
 from tests.server.live import live
-from tests.server.raw import receive, request, send
+from tests.server.raw import connect, receive, request, send
 
 KEY = "correct-horse-battery"
 BEARER = b"Authorization: Bearer " + KEY.encode()
@@ -158,8 +157,8 @@ def test_web_pages_cannot_use_the_server(server):
         header = b"Content-Type: " + kind
         assert request(server, b"/v1/chat/completions", header, method=b"POST", body=body)[0] == 415
     assert request(server, b"/v1/chat/completions", method=b"POST", body=body)[0] == 415
-    answer = httpx.options(
-        f"{server.url}/v1/chat/completions",
+    answer = server.http.options(
+        "/v1/chat/completions",
         headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"},
     )
     assert answer.status_code == 405
@@ -170,16 +169,14 @@ def test_pages_that_are_allowed():
     with live(allowed_origins=("http://good.example",), api_keys=(KEY,)) as server:
         asked = {"Access-Control-Request-Method": "POST",
                  "Access-Control-Request-Headers": "authorization,content-type"}  # fmt: skip
-        url = f"{server.url}/v1/chat/completions"
-        good = httpx.options(url, headers={"Origin": "http://good.example", **asked})
+        url = "/v1/chat/completions"
+        good = server.http.options(url, headers={"Origin": "http://good.example", **asked})
         assert good.headers["access-control-allow-origin"] == "http://good.example"
-        bad = httpx.options(url, headers={"Origin": "http://evil.example", **asked})
+        bad = server.http.options(url, headers={"Origin": "http://evil.example", **asked})
         assert "access-control-allow-origin" not in bad.headers
         # And they need the key like everybody else.
-        assert (
-            httpx.post(url, json=chat(), headers={"Origin": "http://good.example"}).status_code
-            == 401
-        )
+        answer = server.http.post(url, json=chat(), headers={"Origin": "http://good.example"})
+        assert answer.status_code == 401
 
 
 # Huge n, log-probabilities, bodies, headers (CVE-2026-34756, CVE-2025-48956): caps before work.
@@ -187,9 +184,9 @@ def test_pages_that_are_allowed():
 
 def test_bodies_that_are_too_large():
     with live(max_body_bytes=1000) as server:
-        url = f"{server.url}/v1/chat/completions"
-        assert httpx.post(url, json=chat("x" * 1000)).status_code == 413
-        assert httpx.post(url, json=chat("x")).status_code == 200
+        url = "/v1/chat/completions"
+        assert server.http.post(url, json=chat("x" * 1000)).status_code == 413
+        assert server.http.post(url, json=chat("x")).status_code == 200
         # Refused on its announcement alone, before a byte of it came.
         head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
         answer = send(server, head + b"\r\nContent-Length: 99999999999\r\n\r\n")
@@ -316,10 +313,10 @@ def test_a_template_that_never_ends_is_ended():
         return fake
 
     with live(engine) as server:
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat(), timeout=30)
+        answer = server.http.post("/v1/chat/completions", json=chat())
         assert answer.status_code == 400
         assert "/secret/model.gguf" not in answer.text
-        assert httpx.get(f"{server.url}/health").json()["status"] == "ready"
+        assert server.http.get("/health").json()["status"] == "ready"
 
 
 def with_template(source: str) -> Tokenizer:
@@ -363,13 +360,13 @@ def test_a_defect_shows_the_client_nothing(monkeypatch, caplog):
             raise RuntimeError(f"at {object()} in /secret/path.py")
 
         monkeypatch.setattr(server.engine.tokenizer, "encode_chat", fail)
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat())
+        answer = server.http.post("/v1/chat/completions", json=chat())
         assert answer.status_code == 500
         assert answer.json() == {
             "error": {"message": "internal error", "type": "server_error", "param": None,
                       "code": None}
         }  # fmt: skip
-        answer = httpx.post(f"{server.url}/tokenize", json={"messages": chat()["messages"]})
+        answer = server.http.post("/tokenize", json={"messages": chat()["messages"]})
         assert answer.status_code == 500
         assert b"secret" not in answer.content
     assert caplog.text.count("RuntimeError: at") == 2  # the log is for those who run it
@@ -407,8 +404,8 @@ def test_log_lines_cannot_be_forged(caplog):
     caplog.set_level(logging.INFO, "billfish.access")
     with live() as server:
         request(server, b"/x%0d%0aINFO:%20forged\x1b[31m".replace(b"\x1b", b"%1b"))
-        httpx.post(
-            f"{server.url}/v1/chat/completions",
+        server.http.post(
+            "/v1/chat/completions",
             json=chat(max_tokens=1, user="Bob\nstatus=200 user=root \u001b[31m"),
         )
     lines = [r.getMessage() for r in caplog.records if r.name == "billfish.access"]
@@ -423,19 +420,26 @@ def test_log_lines_cannot_be_forged(caplog):
 
 
 def test_slow_headers_and_bodies_have_a_deadline():
-    with live(header_seconds=0.3, body_seconds=0.3) as server:
+    with live(header_seconds=0.2) as server:
         assert send(server, b"GET /version HTTP/1.1\r\nHost: lo").startswith(b"HTTP/1.1 408")
         assert send(server, b"").startswith(b"HTTP/1.1 408")
+    with live(body_seconds=0.2) as server:
         head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         answer = send(server, head + b'Content-Length: 20\r\n\r\n{"prompt"')
         assert answer.startswith(b"HTTP/1.1 408")
-        # The next request on a connection is held to it as well.
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        assert server.http.get("/health").status_code == 200
+
+
+def test_the_next_request_on_a_connection_has_a_deadline_too():
+    seconds = 0.5
+    while True:  # a machine that is too slow for a whole request in this time gets more
+        with live(header_seconds=seconds) as server, connect(server) as connection:
             connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
-            connection.sendall(b"GET /ver")
-            assert b"HTTP/1.1 408" in receive(connection)
-        assert httpx.get(f"{server.url}/health").status_code == 200
+            if connection.recv(65536).startswith(b"HTTP/1.1 200"):
+                connection.sendall(b"GET /ver")
+                assert b"HTTP/1.1 408" in receive(connection)
+                return
+        seconds *= 4
 
 
 def test_a_slow_reader_does_not_hinder_others():
@@ -443,20 +447,18 @@ def test_a_slow_reader_does_not_hinder_others():
         body = json.dumps(chat(stream=True, max_tokens=100_000)).encode()
         lines = [b"POST /v1/chat/completions HTTP/1.1", b"Host: localhost",
                  b"Content-Type: application/json", b"Content-Length: %d" % len(body)]  # fmt: skip
-        with socket.create_connection(("127.0.0.1", s.port)) as slow:
+        with connect(s) as slow:
             slow.sendall(b"\r\n".join(lines) + b"\r\n\r\n" + body)
             assert slow.recv(100)  # and no more
             for _ in range(3):
-                answer = httpx.post(
-                    f"{s.url}/v1/chat/completions", json=chat(max_tokens=5), timeout=30
-                )
+                answer = s.http.post("/v1/chat/completions", json=chat(max_tokens=5))
                 assert answer.status_code == 200
         s.wait_idle()
 
 
 def test_too_many_connections():
     with live(max_connections=3) as server:
-        held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]
+        held = [connect(server) for _ in range(3)]
         answers = []
         for _ in range(2):
             answers.append(send(server, b""))

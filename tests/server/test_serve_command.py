@@ -2,11 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ import httpx
 import pytest
 
 from tests.e2e import tiny_gguf
+from tests.server.live import ONE_REQUEST, PATIENCE, wait_until
+from tests.server.processes import alive
 
 COMMAND = [sys.executable, "-m", "billfish", "serve"]
 KEY = "a-key-for-this-test"
@@ -25,39 +28,52 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_gguf.write(tmp_path_factory.mktemp("model") / "tiny-1.5.gguf"))
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+class Serving:
+    """`billfish serve` on a port that it finds itself. log: the lines it wrote, so far."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [*COMMAND, *arguments, "--port", "0"],
+            stderr=subprocess.PIPE, text=True, env={**os.environ, **environment},
+        )  # fmt: skip
+        self.log: list[str] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.log.extend(iter(self.process.stderr.readline, ""))
+
+    def is_ready(self) -> bool:
+        assert self.process.poll() is None, self.log
+        return any("ready: " in line for line in self.log)
+
+    @property
+    def url(self) -> str:
+        return re.search(r"listens on (http://[\d.:]+)", "".join(self.log))[1]
+
+    def wait(self) -> int:
+        """For its end, and for all that it wrote; its exit status."""
+        status = self.process.wait(PATIENCE)
+        self._reader.join(PATIENCE)
+        return status
+
+    def end(self) -> None:
+        self.process.kill()  # unless it has ended
+        self.wait()
+        self.process.stderr.close()
 
 
 @contextmanager
-def serving(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """The process, and its URL once it answers. Killed at the end, if it still runs."""
-    port = free_port()
-    process = subprocess.Popen(
-        [*COMMAND, *arguments, "--port", str(port)],
-        stderr=subprocess.PIPE,
-        env={**os.environ, **environment},
-    )
-    url = f"http://127.0.0.1:{port}"
+def serving(*arguments: str, **environment: str) -> Iterator[tuple[Serving, httpx.Client]]:
+    """The command, once it is ready, and a client of it."""
+    server = Serving(*arguments, **environment)
     try:
-        end = time.monotonic() + 120
-        while not is_ready(url):
-            assert process.poll() is None, process.stderr and process.stderr.read()
-            assert time.monotonic() < end
-            time.sleep(0.1)
-        yield process, url
+        wait_until(server.is_ready)
+        with httpx.Client(base_url=server.url, timeout=PATIENCE, limits=ONE_REQUEST) as http:
+            yield server, http
     finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-
-
-def is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5).json()["status"] == "ready"
-    except httpx.TransportError:
-        return False
+        server.end()
 
 
 def test_it_serves_and_ends(model, tmp_path):
@@ -66,29 +82,27 @@ def test_it_serves_and_ends(model, tmp_path):
     config = tmp_path / "billfish.toml"
     config.write_text('[serve]\nlog-format = "json"\nserved-model-name = ["from-the-file"]\n')
     with serving(
-        model, "--dtype", "float32", "--api-key-file", str(keys),
+        model, "--dtype", "float32", "--api-key-file", str(keys), "--shutdown-seconds", "60",
         BILLFISH_CONFIG=str(config), BILLFISH_SERVED_MODEL_NAME="mine other", BILLFISH_SEED="1",
-    ) as (process, url):  # fmt: skip
-        assert httpx.get(f"{url}/v1/models").status_code == 401
+    ) as (server, http):  # fmt: skip
+        assert http.get("/health").json()["status"] == "ready"
+        assert http.get("/v1/models").status_code == 401
         headers = {"Authorization": f"Bearer {KEY}"}
-        models = httpx.get(f"{url}/v1/models", headers=headers).json()["data"]
+        models = http.get("/v1/models", headers=headers).json()["data"]
         assert [each["id"] for each in models] == ["mine", "other"]
         body = {"model": "other", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+        answer = http.post("/v1/chat/completions", json=body, headers=headers)
         assert answer.json()["usage"]["completion_tokens"] in range(1, 5)
         # A stream that runs when the signal comes is served to its end.
         body |= {"max_tokens": 200, "stream": True, "ignore_eos": True}
-        with httpx.stream(
-            "POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60
-        ) as stream:
+        with http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as stream:
             lines = stream.iter_lines()
             next(lines)
-            process.send_signal(signal.SIGTERM)
+            server.process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
-        assert process.wait(60) in (0, -signal.SIGTERM)
-        assert process.stderr is not None
-        log = [json.loads(line) for line in process.stderr.read().splitlines()]
+        assert server.wait() in (0, -signal.SIGTERM)
+        log = [json.loads(line) for line in server.log]
         requests = [line for line in log if line["logger"] == "billfish.access"]
         assert requests[-1]["completion_tokens"] == 200
         assert requests[-1]["outcome"] == "length"
@@ -97,21 +111,14 @@ def test_it_serves_and_ends(model, tmp_path):
 
 
 def test_ctrl_c_ends_it_and_its_engine(model):
-    with serving(model, "--dtype", "float32", "--shutdown-seconds", "0") as (process, url):
-        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "tiny-1.5"
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    with serving(model, "--dtype", "float32", "--shutdown-seconds", "0") as (server, http):
+        assert http.get("/v1/models").json()["data"][0]["id"] == "tiny-1.5"
+        pid = server.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children")
         engines = children.read_text().split() if children.exists() else []
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) in (130, -signal.SIGINT)
-        for pid in engines:
-            assert not is_alive(int(pid))
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait() in (130, -signal.SIGINT)
+        assert not any(alive(int(engine)) for engine in engines)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +142,11 @@ def test_what_is_wrong_is_told_in_a_sentence(model, tmp_path, arguments, reason)
         if "--port" not in arguments:
             arguments += ["--port", "0"]
         result = subprocess.run(
-            [*COMMAND, model, *arguments], capture_output=True, text=True, timeout=120, check=False
+            [*COMMAND, model, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
         )
     assert result.returncode == 1
     assert reason in " ".join(result.stderr.split())
@@ -145,7 +156,7 @@ def test_what_is_wrong_is_told_in_a_sentence(model, tmp_path, arguments, reason)
 def test_a_model_that_is_not_there(tmp_path):
     result = subprocess.run(
         [*COMMAND, str(tmp_path / "nothing.gguf"), "--port", "0"],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert result.returncode == 1
     assert "error:" in result.stderr

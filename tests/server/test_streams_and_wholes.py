@@ -28,9 +28,8 @@ def parrot() -> Iterator[LiveServer]:
 
 
 @pytest.fixture(scope="module")
-def http(parrot: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=parrot.url, timeout=30) as client:
-        yield client
+def http(parrot: LiveServer) -> httpx.Client:
+    return parrot.http
 
 
 def events(answer: httpx.Response) -> list[dict]:
@@ -77,7 +76,7 @@ TEXT = st.lists(
 
 
 @given(TEXT, st.lists(st.sampled_from(["STOP", "b", "🐟", "\n", "OP"]), max_size=3))
-@settings(derandomize=True, max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_text_and_any_stop_strings(http, text, stops):
     whole, chunks = both(http, chat(MARK + text, stop=stops))
     expected = echo(f"{MARK}{text}\n")
@@ -107,7 +106,7 @@ def tool_chat(text: str, **options: object) -> dict:
     st.lists(TEXT | st.dictionaries(st.text('ab"\\🐟', max_size=3), TEXT, max_size=2), max_size=3),
     st.integers(1, 200),
 )
-@settings(derandomize=True, max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_tool_calls_streamed_and_whole(http, parts, most):
     text = "".join(
         part if isinstance(part, str) else CALL % json.dumps(part, ensure_ascii=False)

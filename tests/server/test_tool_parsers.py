@@ -91,7 +91,7 @@ def test_what_is_found(name, text, expected, calls):
 
 
 @given(st.sampled_from(FOUND), st.lists(st.integers(0, 10**6), max_size=12))
-@settings(derandomize=True, max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_chunking_finds_the_same(case, places):
     name, text, expected, calls = case
     assert parse(name, cuts(text, places)) == (expected, calls)
@@ -109,7 +109,7 @@ PIECES = st.sampled_from(
     st.lists(PIECES, max_size=20).map("".join),
     st.lists(st.integers(0, 10**6), max_size=8),
 )
-@settings(derandomize=True, max_examples=600, deadline=None)
+@settings(max_examples=600)
 def test_any_text_at_all(name, text, places):
     """Whatever a model writes: no error, the same by any chunking, and what is no call is kept."""
     whole = parse(name, [text])
@@ -133,7 +133,7 @@ JSON = st.recursive(
     st.booleans(),
     st.lists(st.integers(0, 10**6), max_size=10),
 )
-@settings(derandomize=True, max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_argument_is_lost(arguments, form, ascii_only, places):
     """Arguments of any JSON come through as they were written, character by character."""
     written = json.dumps(arguments, ensure_ascii=ascii_only)

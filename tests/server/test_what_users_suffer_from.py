@@ -4,7 +4,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
 
 import httpx
 import pytest
@@ -13,18 +12,20 @@ from billfish.config import SchedulerConfig
 from billfish.engine.plan import NOT_FINITE, StepResult
 from billfish.server.fake_engine import FakeEngine
 from tests.server.conftest import chat
-from tests.server.live import LiveServer, live, wait_until
+from tests.server.live import PATIENCE, LiveServer, live, wait_until
+from tests.server.raw import connect
 
 REPLY = "Hello! I am a fake model, and this is all I say. 🐟"
+CHAT = "/v1/chat/completions"
 
 
 def endless(**options) -> FakeEngine:
-    """An engine whose answers end at max_tokens only."""
-    return FakeEngine("", max_model_len=100_000, num_blocks=10_000, **options)
+    """An engine whose answers end at max_tokens only; without it they outlast any test."""
+    return FakeEngine("", max_model_len=1_000_000, num_blocks=70_000, **options)
 
 
 def post(server: LiveServer, **options) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/chat/completions", json=chat(**options), timeout=60)
+    return server.http.post(CHAT, json=chat(**options))
 
 
 BAD = [
@@ -50,23 +51,23 @@ def test_a_bad_request_neither_kills_the_engine_nor_changes_its_neighbours():
             target=lambda: results.append(post(server, text="a neighbour").json()["choices"])
         )
         neighbour.start()
+        wait_until(lambda: server.engine._open)
         server.call(server.engine.resume)
         for bad in BAD:
             assert post(server, **bad).status_code == 400, bad
-        completions = f"{server.url}/v1/completions"
         for prompt in ("", [], [-1], [999_999], [[]], [5, None]):
-            answer = httpx.post(completions, json={"model": "fake", "prompt": prompt})
+            answer = server.http.post("/v1/completions", json={"model": "fake", "prompt": prompt})
             assert answer.status_code == 400, prompt
-        neighbour.join(60)
+        neighbour.join(PATIENCE)
         assert results == [alone]
-        assert httpx.get(f"{server.url}/health").json()["restarts"] == 0
+        assert server.http.get("/health").json()["restarts"] == 0
         server.wait_idle()
 
 
 def test_echo_with_no_tokens():
     with live() as server:
         body = {"model": "fake", "prompt": "abc", "echo": True, "max_tokens": 0}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body).json()
+        answer = server.http.post("/v1/completions", json=body).json()
         assert answer["choices"][0]["text"] == "abc"
 
 
@@ -77,7 +78,7 @@ def test_when_the_client_goes_its_blocks_come_back(stream, state):
     scheduler = SchedulerConfig(max_num_seqs=1)
     with live(lambda: endless(scheduler=scheduler)) as server:
         clients = [begin(server, stream) for _ in range(1 if state == "running" else 2)]
-        wait_for(server, "waiting" if state == "queued" else "running")
+        wait_for(server, running=1, waiting=len(clients) - 1)
         for client in reversed(clients):  # the queued one first
             client.close()
         server.wait_idle()
@@ -90,16 +91,13 @@ def begin(server: LiveServer, stream: bool) -> socket.socket:
         "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    connection = connect(server)
     connection.sendall(head.encode() + body)
     return connection
 
 
-def wait_for(server: LiveServer, count: str) -> None:
-    end = time.monotonic() + 30
-    while not getattr(server.call(server.engine.stats).counters, count):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+def wait_for(server: LiveServer, **counts: int) -> None:
+    wait_until(lambda: all(getattr(server.counters(), k) == n for k, n in counts.items()))
 
 
 def test_when_the_client_goes_during_tokenization_nothing_is_started():
@@ -109,27 +107,24 @@ def test_when_the_client_goes_during_tokenization_nothing_is_started():
 
         def slow(*args, **kwargs):
             started.set()
-            go.wait(30)
+            go.wait(PATIENCE)
             return real(*args, **kwargs)
 
         server.engine.tokenizer.encode_chat = slow
         client = begin(server, True)
-        assert started.wait(30)
+        assert started.wait(PATIENCE)
         client.close()
-        end = time.monotonic() + 30
-        while server.call(lambda: len(server.uvicorn.server_state.tasks)):  # until it has noticed
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: not server.uvicorn.server_state.tasks)  # it has noticed
         go.set()
         server.wait_idle()
-        assert server.call(server.engine.stats).counters.steps == 0
+        assert server.counters().steps == 0
 
 
 def test_emoji_across_tokens_and_no_half_characters():
     """vllm #48853: every chunk is whole characters, and together they are the text."""
     with live(lambda: FakeEngine("a🐟é\u200d👩\u200d🚀 ẞ 漢字 end")) as server:
         body = chat(stream=True)
-        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body) as answer:
+        with server.http.stream("POST", CHAT, json=body) as answer:
             chunks = deltas(answer)
         assert "\ufffd" not in "".join(chunks)
         assert "".join(chunks) == "a🐟é\u200d👩\u200d🚀 ẞ 漢字 end"
@@ -144,8 +139,7 @@ def deltas(answer: httpx.Response) -> list[str]:
 def test_a_text_that_ends_in_half_a_character():
     with live(lambda: FakeEngine("ab🐟")) as server:
         for stream in (False, True):
-            url = f"{server.url}/v1/chat/completions"
-            with httpx.stream("POST", url, json=chat(max_tokens=4, stream=stream)) as answer:
+            with server.http.stream("POST", CHAT, json=chat(max_tokens=4, stream=stream)) as answer:
                 if stream:
                     text = "".join(deltas(answer))
                 else:
@@ -157,8 +151,7 @@ def test_a_partial_stop_string_is_neither_leaked_nor_lost():
     """vllm #3574."""
     with live(lambda: FakeEngine("one END two EN")) as server:
         for stop, expected in ((["END"], "one "), (["ENDE"], "one END two EN"), (["N"], "one E")):
-            url = f"{server.url}/v1/chat/completions"
-            with httpx.stream("POST", url, json=chat(stop=stop, stream=True)) as answer:
+            with server.http.stream("POST", CHAT, json=chat(stop=stop, stream=True)) as answer:
                 seen = ""
                 for part in deltas(answer):
                     seen += part
@@ -171,9 +164,7 @@ def test_a_cache_hit_does_not_change_the_answer():
     """vllm #5543, #22808, #13105: nor does it break log-probabilities of the prompt."""
     with live() as server:
         body = {"model": "fake", "prompt": "the same prompt " * 20, "logprobs": 2, "echo": True}
-        first, second = (
-            httpx.post(f"{server.url}/v1/completions", json=body).json() for _ in range(2)
-        )
+        first, second = (server.http.post("/v1/completions", json=body).json() for _ in range(2))
         assert first["choices"] == second["choices"]
 
 
@@ -181,10 +172,9 @@ def test_health_tells_the_truth():
     """sglang #6624, #22511: not yes while dead, nor no while busy."""
     scheduler = SchedulerConfig(max_num_seqs=1)
     with live(lambda: endless(scheduler=scheduler, start_by_hand=True)) as server:
-        url = f"{server.url}/health"
 
         def health() -> tuple[int, str]:
-            answer = httpx.get(url)
+            answer = server.http.get("/health")
             return answer.status_code, answer.json()["status"]
 
         assert health() == (503, "starting")
@@ -192,15 +182,15 @@ def test_health_tells_the_truth():
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "engine_starting"
         assert "retry-after" in refused.headers
-        assert httpx.get(f"{server.url}/v1/models").status_code == 503
+        assert server.http.get("/v1/models").status_code == 503
         server.call(server.engine.revive)
         assert health() == (200, "ready")
         clients = [begin(server, True) for _ in range(2)]
-        wait_for(server, "waiting")
-        assert health() == (200, "busy")
+        wait_for(server, running=1, waiting=1)
+        wait_until(lambda: health() == (200, "busy"))
         server.call(server.engine.die)
         assert health() == (503, "dead")
-        assert "SIGKILL" not in httpx.get(url).text
+        assert "SIGKILL" not in server.http.get("/health").text
         assert post(server).json()["error"]["code"] == "engine_dead"
         server.call(server.engine.revive)
         assert health()[0] == 200
@@ -211,8 +201,7 @@ def test_health_tells_the_truth():
 
 def test_when_the_engine_dies_in_mid_stream_the_client_is_told():
     with live(endless) as server:
-        url = f"{server.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=chat(stream=True), timeout=60) as answer:
+        with server.http.stream("POST", CHAT, json=chat(stream=True)) as answer:
             lines = answer.iter_lines()
             next(lines)
             server.call(server.engine.die)
@@ -226,9 +215,9 @@ def test_when_the_engine_dies_a_request_that_does_not_stream_gets_500():
         results = []
         client = threading.Thread(target=lambda: results.append(post(server)))
         client.start()
-        wait_for(server, "running")
+        wait_for(server, running=1)
         server.call(server.engine.die)
-        client.join(60)
+        client.join(PATIENCE)
         assert results[0].status_code == 500
         assert results[0].json()["error"]["code"] == "engine_died"
 
@@ -237,11 +226,9 @@ def test_a_full_queue_is_told_with_429():
     scheduler = SchedulerConfig(max_num_seqs=1, max_waiting=2)
     with live(lambda: endless(scheduler=scheduler)) as server:
         clients = [begin(server, True)]
-        wait_for(server, "running")
+        wait_for(server, running=1)
         clients += [begin(server, True) for _ in range(2)]
-        end = time.monotonic() + 30
-        while server.call(server.engine.stats).counters.waiting < 2:
-            assert time.monotonic() < end
+        wait_for(server, running=1, waiting=2)
         answer = post(server)
         assert answer.status_code == 429
         assert int(answer.headers["retry-after"]) >= 1
@@ -260,21 +247,22 @@ def test_health_answers_at_once_during_a_huge_prompt():
 
         def slow(*args, **kwargs):
             busy.set()
-            assert go.wait(30)
+            assert go.wait(PATIENCE)
             return real(*args, **kwargs)
 
         server.engine.tokenizer.encode = slow
         body = {"model": "fake", "prompt": "x" * 4000}
         results = []
-        url = f"{server.url}/v1/completions"
         client = threading.Thread(
-            target=lambda: results.append(httpx.post(url, json=body, timeout=60).status_code)
+            target=lambda: results.append(
+                server.http.post("/v1/completions", json=body).status_code
+            )
         )
         client.start()
-        assert busy.wait(30)
-        assert httpx.get(f"{server.url}/health").json()["status"] == "ready"
+        assert busy.wait(PATIENCE)
+        assert server.http.get("/health").json()["status"] == "ready"
         go.set()
-        client.join(60)
+        client.join(PATIENCE)
         assert results == [200]
 
 
@@ -282,7 +270,7 @@ def test_a_prompt_of_a_megabyte_is_refused_without_tokenizing_it():
     with live() as server:
         server.engine.tokenizer.encode = None  # nobody calls it
         body = {"model": "fake", "prompt": "x" * (1 << 20)}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body)
+        answer = server.http.post("/v1/completions", json=body)
         assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
@@ -290,7 +278,7 @@ def test_a_request_that_can_never_fit_gets_numbers():
     """vllm #2248: what was asked, what there is."""
     with live() as server:
         body = {"model": "fake", "prompt": "x" * 3000, "max_tokens": 2000}
-        message = httpx.post(f"{server.url}/v1/completions", json=body).json()["error"]["message"]
+        message = server.http.post("/v1/completions", json=body).json()["error"]["message"]
         for number in ("3000", "2000", "4096"):
             assert number in message
 
@@ -309,7 +297,7 @@ def test_defaults_of_the_checkpoint_are_shown_and_requests_win():
         return fake
 
     with live(engine) as server:
-        card = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+        card = server.http.get("/v1/models").json()["data"][0]
         assert card["default_sampling"] == {"temperature": 0.3, "top_k": 7}
         seen = []
         server.engine.executor.on_step = lambda plan: seen.extend(plan.admitted)
@@ -340,7 +328,7 @@ def test_a_failed_sample_is_an_error_not_an_answer():
 
 
 def test_sigterm_lets_running_requests_end_and_takes_no_new_ones():
-    with live(lambda: FakeEngine("x" * 3000), shutdown_seconds=60.0) as server:
+    with live(lambda: FakeEngine("x" * 3000), shutdown_seconds=PATIENCE) as server:
         server.pause_after(5)
         results = []
         client = threading.Thread(target=lambda: results.append(post(server)))
@@ -350,8 +338,8 @@ def test_sigterm_lets_running_requests_end_and_takes_no_new_ones():
         stopping.start()
         wait_until(server.refuses)
         server.call(server.engine.resume)
-        client.join(60)
-        stopping.join(60)
+        client.join(PATIENCE)
+        stopping.join(PATIENCE)
         assert results[0].status_code == 200
         assert len(results[0].json()["choices"][0]["message"]["content"]) == 3000
         with pytest.raises(httpx.ConnectError):
@@ -360,14 +348,13 @@ def test_sigterm_lets_running_requests_end_and_takes_no_new_ones():
 
 def test_what_still_runs_at_the_deadline_is_told():
     with live(endless, shutdown_seconds=0.2) as server:
-        url = f"{server.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=chat(stream=True), timeout=60) as answer:
+        with server.http.stream("POST", CHAT, json=chat(stream=True)) as answer:
             lines = answer.iter_lines()
             next(lines)
             stopping = threading.Thread(target=server.stop)
             stopping.start()
             rest = [line for line in lines if line]
-        stopping.join(60)
+        stopping.join(PATIENCE)
         assert "error" in json.loads(rest[-1].removeprefix("data: "))
 
 
@@ -388,7 +375,7 @@ def test_a_hundred_requests_leave_nothing_behind():
                 await answer.aread()
 
     async def main(url: str) -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
             await asyncio.gather(*(one(client, number) for number in range(100)))
 
     with live() as server:

@@ -1,7 +1,6 @@
 """Tokenizers of Hugging Face directories, against transformers and the library."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,6 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, WordPiece
-
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 from billfish.errors import CheckpointError, InvalidRequestError
 from billfish.tokenizer import Tokenizer, from_directory

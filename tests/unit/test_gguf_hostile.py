@@ -16,17 +16,17 @@ from billfish.checkpoint.gguf import GGMLType, GGUFFile
 from billfish.errors import CheckpointError
 from tests.unit import gguf_writer as w
 
-SECONDS, BYTES = 1.0, 100 << 20
+SECONDS, BYTES = 10.0, 100 << 20  # what believes a count that lies takes minutes, or gigabytes
 HUGE = [2**40, 2**63, 2**64 - 1]
 
 
 def refuses(path, reason, what=None):
-    """Opening names the file, the key or tensor, and the reason, within a second and 100 MB of
-    Python and numpy allocations."""
-    start = time.perf_counter()
+    """Opening names the file, the key or tensor, and the reason, in little time of the processor
+    and 100 MB of Python and numpy allocations."""
+    start = time.thread_time()
     with pytest.raises(CheckpointError, match=reason) as caught:
         GGUFFile.open(path)
-    seconds = time.perf_counter() - start
+    seconds = time.thread_time() - start
     assert caught.value.file == str(path)
     assert caught.value.tensor == what
     assert str(caught.value).startswith(f"{path}: {what}: " if what else f"{path}: ")

@@ -39,7 +39,7 @@ class StructuredOutput:
             raise _invalid(f"kind must be one of {known}, got {shown(self.kind)}")
         if not isinstance(self.text, str):
             raise _invalid(f"text must be a string, got {shown(self.text)}")
-        if any("\ud800" <= character <= "\udfff" for character in self.text):
+        if not _is_unicode(self.text):
             raise _invalid("holds a lone surrogate, which no text can match")
         if self.kind == "json_object":
             if self.text:
@@ -87,7 +87,7 @@ class StructuredOutput:
         for choice in found:
             if not isinstance(choice, str) or not choice:
                 raise _invalid(f"each choice must be a string that is not empty: {shown(choice)}")
-            if any("\ud800" <= character <= "\udfff" for character in choice):
+            if not _is_unicode(choice):
                 raise _invalid("a choice holds a lone surrogate, which no text can match")
         if sum(map(len, found)) > MAX_CHOICE_CHARACTERS:
             raise _invalid(f"the choices have more than {MAX_CHOICE_CHARACTERS} characters in all")
@@ -98,18 +98,26 @@ class StructuredOutput:
         schema = _parse(self.text)
         if not isinstance(schema, dict | bool):
             raise _invalid(f"a schema is an object, true or false, got {shown(schema)}")
-        level: list[Any] = [schema]
+        level: list[Any] = [] if isinstance(schema, bool) else [schema]
         for _ in range(MAX_SCHEMA_DEPTH):
-            level = [inner for value in level for inner in _inside(value)]
+            level = [
+                inner
+                for value in level
+                for inner in (value.values() if isinstance(value, dict) else value)
+                if isinstance(inner, (dict, list))
+            ]
             if not level:
                 return
         raise _invalid(f"the schema is nested more than {MAX_SCHEMA_DEPTH} levels deep")
 
 
-def _inside(value: Any) -> Sequence[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else ()
+def _is_unicode(text: str) -> bool:
+    """Whether it holds no lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _parse(text: str) -> Any:

@@ -1,6 +1,7 @@
 """`billfish serve`: the OpenAI-compatible server."""
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -193,6 +194,8 @@ def command(
     """Serve a model over an OpenAI-compatible HTTP API, with a page for people at /."""
     from billfish.server.settings import ServerSettings
 
+    if os.environ.get("BILLFISH_API_KEY") == "":  # a secret that is not there must not open it
+        raise ConfigError("BILLFISH_API_KEY is set, and empty: unset it to serve without a key")
     settings = ServerSettings(
         host=host,
         port=port,

@@ -84,7 +84,7 @@ class ApiKeyCheck:
         await self._app(scope, receive, send)
 
     def _free(self, scope: Scope) -> bool:
-        return scope["raw_path"] in self._open and scope["method"] in ("GET", "HEAD")
+        return scope["raw_path"] in self._open and scope["method"] == "GET"
 
     def _has_key(self, scope: Scope) -> bool:
         given = _values(scope, b"authorization")

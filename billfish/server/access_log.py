@@ -52,6 +52,8 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         info = scope["billfish"] = RequestInfo(secrets.token_hex(12))
+        # HEAD is GET whose answer has no body: uvicorn, which sees the original, leaves it out.
+        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -65,7 +67,7 @@ class AccessLog:
 
         try:
             _take_id(scope, info)
-            await self._app(scope, receive, sending)
+            await self._app(inner, receive, sending)
         except Exception as error:
             if not isinstance(error, HTTPException):
                 logger.error("request %s failed", info.request_id, exc_info=error)
@@ -74,7 +76,7 @@ class AccessLog:
             elif not info.complete:
                 raise  # the server closes the connection, so that the client sees it end early
         finally:
-            self._metrics.count_response(scope, info.status)
+            self._metrics.count_response(inner, info.status)
             _write(scope, info)
 
 

@@ -10,13 +10,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from billfish.errors import BillfishError
 from billfish.server import page, replies
 from billfish.server.access import ApiKeyCheck, RequestCheck
 from billfish.server.access_log import AccessLog
-from billfish.server.api_errors import from_error, from_validation
+from billfish.server.api_errors import ApiError, from_error, from_validation
 from billfish.server.body import BodyLimit, JsonRequest
 from billfish.server.engine_client import EngineClient
 from billfish.server.generation import ClientGone
@@ -56,13 +56,25 @@ def create_app(engine: EngineClient, settings: ServerSettings) -> ASGIApp:
         layers = ApiKeyCheck(layers, settings.api_keys)
     if settings.allowed_origins:  # outside of the key: a browser asks first, without one
         layers = CORSMiddleware(
-            layers,
+            _answering(layers),
             allow_origins=settings.allowed_origins,
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            allow_headers=["*"],  # clients in browsers send headers of their own
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     return AccessLog(RequestCheck(layers, settings), service.metrics)
+
+
+def _answering(app: ASGIApp) -> ASGIApp:
+    """Errors of these layers as answers, so that what is around them may add its headers."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+
+    return answer
 
 
 def _routes(service: Service) -> FastAPI:

@@ -37,6 +37,13 @@ class BodyLimit:
         length = headers.get(b"content-length")
         if length is not None and int(length) > self._max_bytes:
             raise self._too_large()
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise ApiError(
+                415, "Content-Encoding is not supported: send the body as it is",
+                code="unsupported_media_type",
+            )  # fmt: skip
+        if headers.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
+            raise ApiError(400, "Transfer-Encoding may only be chunked")
         if scope["method"] == "POST":
             # Another type would let any web page send requests from its visitors' browsers.
             kind, _, parameters = headers.get(b"content-type", b"").lower().partition(b";")

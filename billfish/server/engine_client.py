@@ -51,6 +51,8 @@ NOT_RUNNING = {
     "starting": "the engine is starting: try again later",
     "dead": "the engine has ended; it is started again if that can help",
 }
+MAX_UNSENT = 1 << 26
+"""Bytes that may wait for the engine to take them before no more requests are."""
 SILENT_SECONDS = 2.0
 """Without an answer, after which health says so."""
 
@@ -70,6 +72,10 @@ class Backend(Protocol):
     @property
     def silent_seconds(self) -> float:
         """How long the engine has owed a sign of life; 0 when it owes none."""
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What was sent, and the engine has not taken yet."""
 
     def send(self, message: ToEngine) -> None:
         """ProtocolError if it cannot be encoded or is too large; passed over if the engine is
@@ -283,6 +289,8 @@ class EngineClient:
             return EngineUnavailableError(self._state, NOT_RUNNING[self._state])
         if self._open >= self._max_requests:
             return QueueFullError(f"{self._open} requests are here already: try again later")
+        if self._backend.unsent_bytes > MAX_UNSENT:  # a step hangs, and clients come and go
+            return QueueFullError("the engine does not keep up with what it is sent")
         return None
 
     def _check_alive(self) -> None:

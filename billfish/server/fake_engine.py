@@ -348,6 +348,7 @@ class _LocalBackend:
     receive: Callable[[FromEngine], None]
     lost: Callable[[str, bool], None]
     silent_seconds = 0.0
+    unsent_bytes = 0
 
     def __init__(self, host: EngineHost, model: ModelInfo, start_by_hand: bool) -> None:
         self._host = host

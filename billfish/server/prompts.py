@@ -1,8 +1,9 @@
 """From what a request holds to the token ids that the engine gets."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
+
+from pydantic_core import from_json
 
 from billfish.errors import CapacityError, InvalidRequestError
 from billfish.server.engine_client import EngineClient
@@ -13,6 +14,7 @@ from billfish.server.schema import (
     Content,
     Function,
     Message,
+    ToolCall,
     ToolMessage,
 )
 from billfish.server.tools import ToolFormat, describe, template_tools
@@ -38,8 +40,7 @@ async def encode_chat(
     add_generation_prompt: bool | None,
 ) -> list[int]:
     """Token ids of a chat, off the event loop."""
-    plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    size = sum(len(message["content"]) for message in plain)
+    size = sum(map(_size, messages))
     _check_length(engine, size)
     variables = {} if arguments is None else arguments.model_dump(exclude_none=True)
     source = engine.tokenizer.chat_template or ""
@@ -48,13 +49,14 @@ async def encode_chat(
             raise InvalidRequestError(
                 f"chat_template_kwargs.{name}", "is unknown to the model's chat template"
             )
-    tools = None
-    if form is None or form.native:
-        tools = template_tools(functions) or None
-    else:
-        plain = describe(plain, functions)
 
     def encode() -> list[int]:
+        plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        tools = None
+        if form is None or form.native:
+            tools = template_tools(functions) or None
+        else:
+            plain = describe(plain, functions)
         return engine.tokenizer.encode_chat(
             plain,
             add_generation_prompt=add_generation_prompt is not False,
@@ -62,7 +64,8 @@ async def encode_chat(
             variables=variables,
         )
 
-    return await engine.run(size, encode)
+    calls = [call for message in messages for call in _calls(message)]
+    return await engine.run(size + sum(len(call.function.arguments) for call in calls), encode)
 
 
 async def encode_prompts(engine: EngineClient, request: CompletionRequest) -> list[list[int]]:
@@ -101,7 +104,7 @@ def _plain(message: Message, place: str) -> dict[str, Any]:
     plain: dict[str, Any] = {"role": role, "content": _text(message.content)}
     if isinstance(message, ToolMessage):
         plain["tool_call_id"] = message.tool_call_id
-    if isinstance(message, AssistantMessage) and message.tool_calls:
+    if calls := _calls(message):
         plain["tool_calls"] = [
             {
                 "id": call.id,
@@ -113,9 +116,19 @@ def _plain(message: Message, place: str) -> dict[str, Any]:
                     ),
                 },
             }
-            for i, call in enumerate(message.tool_calls)
+            for i, call in enumerate(calls)
         ]
     return plain
+
+
+def _size(message: Message) -> int:
+    """Characters of its content."""
+    content = message.content or ""
+    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+
+
+def _calls(message: Message) -> Sequence[ToolCall]:
+    return (isinstance(message, AssistantMessage) and message.tool_calls) or ()
 
 
 def _text(content: Content | None) -> str:
@@ -127,8 +140,8 @@ def _text(content: Content | None) -> str:
 def _arguments(text: str, place: str) -> dict[str, Any]:
     """Templates want the object, not the text of it."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = from_json(text, allow_inf_nan=False)
+    except ValueError:
         value = None
     if not isinstance(value, dict):
         raise InvalidRequestError(place, "must be a JSON object, written as a string")

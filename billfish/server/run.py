@@ -1,10 +1,13 @@
 """Serves until SIGTERM or SIGINT: the socket, uvicorn around the application, the engine's life."""
 
 import asyncio
+import logging
+import resource
 import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import uvicorn
 
@@ -15,7 +18,12 @@ from billfish.server.messages import ModelInfo
 from billfish.server.protocol import protocol
 from billfish.server.settings import ServerSettings
 
+logger = logging.getLogger(__name__)
+
 BACKLOG = 2048
+OTHER_FILES = 64
+"""File descriptors that the server needs besides those of its connections: with none left, no
+engine could be started again."""
 GRACE_SECONDS = 5.0
 """Beyond the time that running requests have to end: what uvicorn waits before it cuts them off."""
 
@@ -38,6 +46,26 @@ def bind(host: str, port: int) -> socket.socket:
         hint = "; choose another with --port" if port else ""
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}{hint}") from None
     return listener
+
+
+def with_enough_files(settings: ServerSettings) -> ServerSettings:
+    """Settings whose connections leave file descriptors for everything else, after the system's
+    soft limit was raised as far as need be."""
+    wanted = settings.max_connections + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return settings
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
+    most = max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OTHER_FILES)
+    if most >= settings.max_connections:
+        return settings
+    logger.warning(
+        "at most %d connections instead of %d: the system allows no more open files (ulimit -n)",
+        most, settings.max_connections,
+    )  # fmt: skip
+    return replace(settings, max_connections=most)
 
 
 class Server(uvicorn.Server):
@@ -107,6 +135,7 @@ def run(
     on_ready: Callable[[ModelInfo], None] = lambda model: None,
 ) -> None:
     """`serve`, on an event loop of its own."""
+    settings = with_enough_files(settings)
     factory = None
     if sys.platform != "win32":
         import uvloop

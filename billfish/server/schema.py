@@ -8,7 +8,6 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
-    JsonValue,
     StringConstraints,
     Tag,
     model_validator,
@@ -41,7 +40,7 @@ StopString: TypeAlias = Annotated[
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
 
 
-def _check_schema(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
+def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
     try:
         StructuredOutput.json_schema(schema)
     except InvalidRequestError as error:
@@ -49,8 +48,18 @@ def _check_schema(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
     return schema
 
 
-SchemaObject = Annotated[dict[str, JsonValue], AfterValidator(_check_schema)]
-"""A JSON schema within the bounds of StructuredOutput."""
+SchemaObject = Annotated[dict[str, Any], AfterValidator(_check_schema)]
+"""A JSON schema within the bounds of StructuredOutput. It comes out of JSON: no need to look at
+each of its values."""
+
+
+def _check_is_object(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("type", "object") != "object":
+        raise ValueError('its type must be "object"')
+    return schema
+
+
+ArgumentsSchema = Annotated[SchemaObject, AfterValidator(_check_is_object)]
 
 NotSupported: TypeAlias = None
 """Of a field that OpenAI has and this server has not: null, as many clients send for what they do
@@ -109,7 +118,8 @@ class StructuredOutputs(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> "StructuredOutputs":
-        if len(self.model_fields_set) != 1:
+        given = [name for name in self.model_fields_set if getattr(self, name) is not None]
+        if len(given) != 1:
             raise ValueError("give exactly one of json, json_object, regex, choice and grammar")
         return self
 
@@ -257,7 +267,11 @@ class TextPart(Strict):
 
 Content: TypeAlias = Annotated[
     Annotated[str, Tag("str")]
-    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_CONTENT_PARTS), Tag("list")],
+    | Annotated[
+        list[TextPart],
+        Field(min_length=1, max_length=MAX_CONTENT_PARTS, fail_fast=True),
+        Tag("list"),
+    ],
     Discriminator(_kind),
 ]
 
@@ -288,7 +302,9 @@ class AssistantMessage(Strict):
 
     role: Literal["assistant"]
     content: Content | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = None
+    tool_calls: (
+        Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None
+    ) = None
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -310,12 +326,15 @@ class ToolMessage(Strict):
 Message = Annotated[
     SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
 ]
+Messages: TypeAlias = Annotated[
+    list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+]
 
 
 class Function(Strict):
     name: Name
     description: Annotated[str, Field(max_length=1 << 16)] | None = None
-    parameters: SchemaObject | None = None
+    parameters: ArgumentsSchema | None = None
     strict: bool | None = Field(
         default=None, description="Arguments keep to the schema, whatever tool_choice is."
     )
@@ -324,6 +343,9 @@ class Function(Strict):
 class Tool(Strict):
     type: Literal["function"]
     function: Function
+
+
+Tools: TypeAlias = Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class NamedFunction(Strict):
@@ -368,7 +390,7 @@ class ChatTemplateArguments(Strict):
 
 
 class ChatRequest(Sampling):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
         default=None, description="The older name of max_completion_tokens."
     )
@@ -378,7 +400,7 @@ class ChatRequest(Sampling):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=limits.MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: ChatTemplateArguments | None = None
@@ -427,8 +449,8 @@ class TokenizeRequest(Strict):
 
     model: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: ChatTemplateArguments | None = None

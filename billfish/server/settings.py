@@ -22,7 +22,8 @@ class ServerSettings:
     may use the API from a browser; none unless given.
     tool_call_parser: how the model writes tool calls; None finds out from its chat template.
     max_body_bytes: of a request. body_seconds: for all of it to arrive. max_header_bytes: request
-    line and headers together. header_seconds: for them to arrive. max_connections: open at once.
+    line and headers together. header_seconds: for them to arrive. write_seconds: without the client
+    reading any more of an answer that waits for it. max_connections: open at once.
     shutdown_seconds: for running requests to end after SIGTERM.
     log_format: "text" or "json".
     """
@@ -38,6 +39,7 @@ class ServerSettings:
     body_seconds: float = 30.0
     max_header_bytes: int = 1 << 15
     header_seconds: float = 10.0
+    write_seconds: float = 60.0
     max_connections: int = 4096
     shutdown_seconds: float = 30.0
     log_format: str = "text"
@@ -60,7 +62,7 @@ class ServerSettings:
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"port must be between 0 and {2**16 - 1}, got {self.port}")
         for name in (
-            "max_body_bytes", "body_seconds", "max_header_bytes", "header_seconds",
+            "max_body_bytes", "body_seconds", "max_header_bytes", "header_seconds", "write_seconds",
             "max_connections",
         ):  # fmt: skip
             if not getattr(self, name) > 0:  # NaN is not, either

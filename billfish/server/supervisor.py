@@ -95,6 +95,11 @@ class EngineSupervisor:
         """How long an answer has been due."""
         return self._process.silent_seconds if self._process else 0.0
 
+    @property
+    def unsent_bytes(self) -> int:
+        """What the engine's process has not taken yet."""
+        return self._process.unsent_bytes if self._process else 0
+
     async def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -122,13 +127,18 @@ class EngineSupervisor:
 
     async def _run(self) -> None:
         """Start it again and again, until it is to end or there is no use in it."""
-        deaths = 0
+        tries = deaths = 0  # one after the other: in vain, and of processes that did start
         while True:
+            started = True
             try:
                 death = await self._serve()
-            except OSError as error:  # no process could be started
+            except OSError as error:  # no memory, or no file descriptors: there may be some later
+                started = False
                 death = _Death(f"the engine's process cannot be started: {error}", False, 0.0)
-            deaths = deaths + 1 if death.served < self._watch.at_once else 0
+            if death.served < self._watch.at_once:
+                tries, deaths = tries + 1, deaths + started
+            else:
+                tries = deaths = 0
             lasting = death.lasting or deaths >= self._watch.give_up
             reason = death.reason
             if lasting and not death.lasting:
@@ -138,7 +148,7 @@ class EngineSupervisor:
             self.lost(reason, not (lasting or self._ending))
             if lasting or self._ending:
                 return
-            delay = self._watch.first_delay * 2 ** max(0, deaths - 1)
+            delay = self._watch.first_delay * 2 ** min(max(0, tries - 1), 30)
             await asyncio.sleep(min(delay, self._watch.longest_delay))
 
     async def _serve(self) -> "_Death":
@@ -247,6 +257,10 @@ class _Process(asyncio.Protocol):
     @property
     def silent_seconds(self) -> float:
         return 0.0 if self._asked_since is None else time.monotonic() - self._asked_since
+
+    @property
+    def unsent_bytes(self) -> int:
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def ask(self) -> None:
         """Ask for a sign of life, unless it is due already."""

@@ -153,6 +153,15 @@ def test_what_is_wrong_is_told_in_a_sentence(model, tmp_path, arguments, reason)
     assert "Traceback" not in result.stderr
 
 
+def test_an_empty_secret_does_not_open_the_server(model):
+    result = subprocess.run(
+        [*COMMAND, model, "--port", "0"], env={**os.environ, "BILLFISH_API_KEY": ""},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert "BILLFISH_API_KEY is set, and empty" in " ".join(result.stderr.split())
+
+
 def test_a_model_that_is_not_there(tmp_path):
     result = subprocess.run(
         [*COMMAND, str(tmp_path / "nothing.gguf"), "--port", "0"],

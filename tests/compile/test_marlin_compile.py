@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 import triton
 
+from billfish.bench.gemm import DEPTHS
 from billfish.kernels.cuda_driver import parameter_bytes
 from billfish.kernels.gluon_compat import gluon_supported, tma_cache_hints
 from billfish.kernels.marlin import configs, triton_gemm, tuning
@@ -135,6 +136,23 @@ def test_techniques_can_be_switched_off(technique):
         assert not re.search(hinted, codes[1].sass)
     elif technique != "stream_k":  # the division of the work is the host's
         assert codes[0].sass != codes[1].sass
+
+
+@pytest.mark.parametrize(
+    ("depth", "tile_m", "sum_scale"),
+    [(min(DEPTHS), 8, True), (min(DEPTHS), 64, False), (max(DEPTHS), 8, True)],
+)
+def test_queues_of_any_depth(depth, tile_m, sum_scale):
+    """What the ablation times: from one stage, with nothing in flight, to eight."""
+    config = HopperConfig(
+        rows=64, consumers=2, tile_m=tile_m, stages=depth, sum_scale=sum_scale, stream_k=False
+    )
+    code, shared = compile_hopper(config, 128, "symmetric", torch.float16)
+    assert code.count("HGMMA") == 16
+    assert not code.serialized
+    assert not code.spill_bytes
+    assert shared >= depth * config.stage_bytes(1)
+    assert shared <= SHARED_MEMORY
 
 
 # Bytes more with epilogues (24 with the assembler of Triton 3.7): they run once a tile, so a few

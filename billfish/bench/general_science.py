@@ -1,5 +1,6 @@
 """Cases of `billfish bench general`: scientific computing and simulation."""
 
+import math
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ def cases() -> list[Case]:
         nbody_acceleration(16384, torch.float32),
         nbody_acceleration(262144, torch.float32),
         nbody_acceleration(32768, torch.float64),
+        option_price(1 << 26, 1),
+        option_price(1 << 20, 252),
     ]
 
 
@@ -28,6 +31,8 @@ def tiny() -> list[Case]:
     return [
         heat_equation((3, 4, 5), 3, torch.float32),
         nbody_acceleration(70, torch.float32),
+        option_price(4000, 1),
+        option_price(1000, 5),
     ]
 
 
@@ -136,4 +141,50 @@ def nbody_acceleration(n: int, dtype: torch.dtype) -> Case:
         run=lambda position, mass: general.nbody_acceleration(position, mass, SOFTENING),
         reference=_some_at_a_time, read=4 * n * dtype.itemsize, written=3 * n * dtype.itemsize,
         flops=20 * n * n, peers=peers, settings={"tiles in shared memory": {"off": off}},
+    )  # fmt: skip
+
+
+TERMS = (100.0, 105.0, 0.03, 0.2, 1.0)  # spot, strike, rate, volatility, maturity
+
+
+def option_price(paths: int, steps: int) -> Case:
+    """A European call for one step, else an Asian one; bound by arithmetic, of which a normal
+    number and its exponential are some thirty multiplications and additions.
+
+    torch draws other numbers: all are within their statistical error of the value.
+    """
+    kind = "european" if steps == 1 else "asian"
+    contract = [*TERMS, 0.0]
+
+    def exact(contracts: Tensor) -> Tensor:
+        if steps == 1:
+            return general.black_scholes(*TERMS).to(contracts.device)
+        own = general.option_price_reference(contracts.cpu(), 50_000, steps, kind, True, 123)
+        return own[0, 0].to(contracts.device)
+
+    def off(contracts: Tensor) -> Tensor:
+        from billfish.kernels.general import monte_carlo_gpu
+
+        return monte_carlo_gpu.option_price(
+            contracts, paths, steps, kind, True, 7, fused=False
+        )[0, 0]  # fmt: skip
+
+    def chain(contracts: Tensor) -> Tensor:
+        spot, strike, rate, volatility, maturity, _ = contract
+        dt = maturity / steps
+        normal = torch.randn(steps, paths, device=contracts.device)
+        drift = (rate - volatility**2 / 2) * dt
+        growth = (drift + volatility * math.sqrt(dt) * normal).cumsum(0)
+        settled = spot * growth.exp().mean(0)
+        return math.exp(-rate * maturity) * (settled - strike).clamp(min=0).double().mean()
+
+    return Case(
+        domain=DOMAIN, kernel="option_price", size=f"{paths} paths, {steps} steps",
+        dtype=torch.float32,
+        draw=lambda device: (torch.tensor([contract], dtype=torch.float64, device=device),),
+        run=lambda contracts: torch.ops.billfish.option_price(
+            contracts, paths, steps, kind, True, 7)[0, 0],
+        reference=exact, read=48, written=16, flops=60 * paths * steps,
+        peers={"torch": chain, "torch.compile": compiled(chain)},
+        settings={"fused": {"off": off}}, tolerance=8 / min(paths, 50_000) ** 0.5,
     )  # fmt: skip

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from billfish.kernels.general import nbody_gpu, stencil_gpu
+from billfish.kernels.general import monte_carlo_gpu, nbody_gpu, stencil_gpu
 from tests.compile.test_general_compile import of_both
 
 if triton.knobs.runtime.interpret:
@@ -57,3 +57,16 @@ def test_nbody_acceleration(monkeypatch, dtype, softening):
         if dtype == torch.float32:
             # Bodies are handed around in shared memory, four numbers a read.
             assert (code.count("LDS.128") > 0) == tiled
+
+
+@pytest.mark.parametrize(("steps", "kind"), [(1, "european"), (252, "asian")])
+def test_option_price(monkeypatch, steps, kind):
+    contracts = torch.zeros(3, 6, dtype=torch.float64)
+    monkeypatch.setattr(monte_carlo_gpu, "reduce", lambda parts, op: torch.zeros(3, 2))
+    launch = lambda: monte_carlo_gpu.option_price(  # noqa: E731
+        contracts, 1 << 20, steps, kind, True, 5
+    )
+    code = of_both(monkeypatch, monte_carlo_gpu, "_paths_kernel", launch)
+    # What is written is two sums, after the loop.
+    assert code.count("STG.E.64") == 2
+    assert code.count("STG.E") == 2

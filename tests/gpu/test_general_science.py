@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from billfish.kernels import general
-from billfish.kernels.general import nbody_gpu, stencil_gpu
+from billfish.kernels.general import monte_carlo, monte_carlo_gpu, nbody_gpu, stencil_gpu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,3 +86,39 @@ def test_a_cluster_keeps_momentum():
             position, velocity, mass, 0.01, 0.05, acceleration=acceleration
         )
     torch.testing.assert_close((mass[:, None] * velocity).sum(0), before, rtol=0, atol=1e-5)
+
+
+CONTRACTS = torch.tensor(
+    [[100.0, 90.0, 0.03, 0.2, 1.5, 0.01], [50.0, 55.0, 0.01, 0.4, 0.5, 0.0]], dtype=torch.float64
+)
+
+
+@pytest.mark.parametrize("kind", monte_carlo.KINDS)
+@pytest.mark.parametrize(
+    ("paths", "steps"), [(1, 1), (1023, 1), (100_001, 1), (5000, 7), (333, 252)]
+)
+def test_option_price_walks_the_same_paths_as_a_cpu(paths, steps, kind):
+    seed = 2**40 + 3
+    own = CONTRACTS.cuda()
+    walked = monte_carlo_gpu.market_paths(own, paths, steps, seed)
+    close(walked.cpu(), torch.ops.billfish.market_paths(CONTRACTS, paths, steps, seed), 1e-4)
+    want = torch.ops.billfish.option_price(CONTRACTS, paths, steps, kind, True, seed)
+    for fused in (True, False):
+        got = monte_carlo_gpu.option_price(own, paths, steps, kind, True, seed, fused=fused)
+        close(got.cpu(), want, 1e-4)
+        for _ in range(5):
+            again = monte_carlo_gpu.option_price(own, paths, steps, kind, True, seed, fused=fused)
+            assert torch.equal(got, again)
+        other = monte_carlo_gpu.option_price(
+            own, paths, steps, kind, True, seed, fused=fused, block=1024
+        )
+        close(got, other, 1e-9)
+
+
+def test_option_price_against_the_closed_form():
+    strike = torch.tensor([80.0, 100.0, 120.0], device="cuda")
+    terms = {"rate": 0.03, "volatility": 0.25, "maturity": 1.5}
+    got, error = general.option_price(100.0, strike, **terms, paths=1 << 28, seed=11)
+    want = general.black_scholes(100.0, strike, **terms)
+    assert bool(((got - want).abs() < 4 * error + 1e-5 * want).all())
+    assert bool((error < 3e-3).all())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from billfish.kernels import general
-from billfish.kernels.general import nbody_gpu, stencil_gpu
+from billfish.kernels.general import monte_carlo, monte_carlo_gpu, nbody_gpu, stencil_gpu
 
 ROUNDING = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 2.0**-11}
 
@@ -68,3 +68,23 @@ def test_nbody_acceleration(dtype, tiled):
         want = general.nbody_acceleration_reference(position.double(), mass.double(), softening, 2)
         close(got, want, 1e-5 if dtype == torch.float32 else 1e-12)
     assert nbody_gpu.nbody_acceleration(position[:0], mass[:0], 0.0, 1.0).shape == (0, 3)
+
+
+CONTRACTS = torch.tensor(
+    [[100.0, 90.0, 0.03, 0.2, 1.5, 0.01], [50.0, 55.0, 0.01, 0.4, 0.5, 0.0]], dtype=torch.float64
+)
+
+
+@pytest.mark.parametrize(("steps", "kind"), [(1, "european"), (5, "asian"), (2, "geometric_asian")])
+def test_option_price(steps, kind):
+    """The same paths as on the CPU, fused or not, and whatever the shape of a launch."""
+    seed = 2**40 + 3
+    want = monte_carlo.option_price_reference(CONTRACTS, 77, steps, kind, False, seed)
+    for fused in (True, False):
+        got = monte_carlo_gpu.option_price(
+            CONTRACTS, 77, steps, kind, False, seed, fused=fused, block=32
+        )
+        close(got, want, 1e-5)
+    paths = monte_carlo_gpu.market_paths(CONTRACTS, 77, steps, seed, block=64)
+    close(paths, torch.ops.billfish.market_paths(CONTRACTS, 77, steps, seed), 1e-6)
+    assert monte_carlo_gpu.option_price(CONTRACTS[:0], 9, 1, kind, True, 0).shape == (0, 2)

@@ -8,6 +8,7 @@ from torch.library import opcheck
 
 from billfish.errors import KernelArgumentError
 from billfish.kernels import general
+from billfish.kernels.general import monte_carlo
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {
@@ -136,6 +137,92 @@ def test_leapfrog_is_of_second_order():
     assert away[0] / away[1] == pytest.approx(4.0, rel=0.02)
 
 
+def test_philox_is_the_published_one():
+    """Known answers of Random123, for philox4x32 of ten rounds."""
+    for word, seed, answer in (
+        (0, 0, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        (0xFFFFFFFF, -1, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    ):
+        counter = (torch.tensor([word]),) * 4
+        assert [w.item() for w in monte_carlo.philox(seed, counter)] == answer
+
+
+MARKET = {"rate": 0.03, "volatility": 0.25, "maturity": 1.5, "dividend": 0.01}
+
+
+@pytest.mark.parametrize("call", [True, False])
+def test_european_options_against_the_closed_form(call):
+    strike = torch.tensor([[80.0, 100.0], [120.0, 150.0]])
+    want = general.black_scholes(100.0, strike, call=call, **MARKET)
+    for steps in (1, 6):
+        got, error = general.option_price(
+            100.0, strike, call=call, **MARKET, paths=60_000, steps=steps, seed=5
+        )
+        assert got.shape == error.shape == strike.shape
+        assert got.dtype == torch.float64
+        assert bool(((got - want).abs() < 4 * error).all())
+        assert bool((error < 0.2).all())
+
+
+def test_black_scholes():
+    """Hull, Options, Futures, and Other Derivatives, the example of 42, 40, 10%, 20%, half a year:
+    4.76 for the call and 0.81 for the put."""
+    terms = (42.0, 40.0, 0.1, 0.2, 0.5)
+    assert round(general.black_scholes(*terms).item(), 2) == 4.76
+    assert round(general.black_scholes(*terms, call=False).item(), 2) == 0.81
+
+
+def test_geometric_asian_options_against_the_closed_form():
+    """The geometric mean of log-normal prices is log-normal."""
+    spot, strike, steps = 100.0, 100.0, 8
+    rate, volatility, maturity, dividend = MARKET.values()
+    times = [maturity * (k + 1) / steps for k in range(steps)]
+    mean = (rate - dividend - volatility**2 / 2) * sum(times) / steps
+    spread = volatility * math.sqrt(sum(min(s, t) for s in times for t in times)) / steps
+    # A European option on a market with that mean and spread at maturity.
+    forward = spot * math.exp(mean + spread**2 / 2)
+    want = math.exp(-rate * maturity) * general.black_scholes(forward, strike, 0.0, spread, 1.0)
+    got, error = general.option_price(
+        spot, strike, **MARKET, paths=60_000, steps=steps, kind="geometric_asian"
+    )
+    assert abs(got - want) < 4 * error
+    arithmetic, _ = general.option_price(
+        spot, strike, **MARKET, paths=60_000, steps=steps, kind="asian"
+    )
+    assert want < arithmetic < want * 1.1
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_paths_of_the_market(steps):
+    """The same paths as in float64, however many are walked, and the option's price from them."""
+    walked = general.market_paths(100.0, **MARKET, paths=30_001, steps=steps, seed=2**40 + 3)
+    assert walked.shape == (steps, 30_001)
+    fewer = general.market_paths(100.0, **MARKET, paths=77, steps=steps, seed=2**40 + 3)
+    assert torch.equal(walked[:, :77], fewer)
+    other = general.market_paths(100.0, **MARKET, paths=77, steps=steps, seed=3)
+    assert not torch.equal(other, fewer)
+    growth = torch.cat((torch.full((1, 30_001), 100.0), walked)).double().log().diff(dim=0)
+    dt = MARKET["maturity"] / steps
+    assert growth.std() == pytest.approx(0.25 * math.sqrt(dt), rel=0.01)
+    if steps > 1:
+        assert abs(torch.corrcoef(growth)[0, 1]) < 0.02
+    for kind, settled in (("european", walked[-1]), ("asian", walked.mean(0))):
+        got, error = general.option_price(
+            100.0, 90.0, **MARKET, paths=30_001, steps=steps, kind=kind, seed=2**40 + 3
+        )
+        paid = (settled.double() - 90.0).clamp(min=0) * math.exp(-0.045)
+        torch.testing.assert_close(got, paid.mean(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(error, paid.std() / 30_001**0.5, rtol=1e-4, atol=1e-6)
+
+
+def test_options_of_no_risk_and_of_no_contracts():
+    certain, error = general.option_price(100.0, 90.0, 0.0, 0.0, 1.0, paths=1000, steps=3)
+    assert certain.item() == pytest.approx(10.0, rel=1e-5)
+    assert error < 1e-6
+    none, _ = general.option_price(torch.ones(0, 2), 90.0, 0.0, 0.2, 1.0, paths=10)
+    assert none.shape == (0, 2)
+
+
 BAD = {
     "heat shape": lambda: general.heat_equation(draw(3, 3), 0.1),
     "heat dtype": lambda: general.heat_equation(draw(3, 3, 3).int(), 0.1),
@@ -155,6 +242,16 @@ BAD = {
     "nbody G": lambda: general.nbody_acceleration(draw(3, 3), draw(3), 0.0, math.inf),
     "nbody gradient": lambda: general.nbody_acceleration(draw(3, 3).requires_grad_(), draw(3)),
     "leapfrog shape": lambda: general.leapfrog_step(draw(3, 3), draw(2, 3), draw(3), 0.1),
+    "option kind": lambda: general.option_price(1, 1, 0, 0.1, 1, paths=9, kind="american"),
+    "option paths": lambda: general.option_price(1, 1, 0, 0.1, 1, paths=0),
+    "option steps": lambda: general.option_price(1, 1, 0, 0.1, 1, paths=9, steps=1.5),
+    "option seed": lambda: general.option_price(1, 1, 0, 0.1, 1, paths=9, seed=-1),
+    "option volatility": lambda: general.option_price(1, 1, 0, -0.1, 1, paths=9),
+    "option spot": lambda: general.option_price(math.inf, 1, 0, 0.1, 1, paths=9),
+    "option shapes": lambda: general.option_price(draw(3).abs(), draw(2).abs(), 0, 1, 1, paths=9),
+    "option gradient": lambda: general.market_paths(
+        draw(3).abs().requires_grad_(), 0, 1, 1, paths=9
+    ),
     "heat device": lambda: general.heat_equation(draw(3, 3, 3).to("meta"), 0.1),
 }
 
@@ -167,8 +264,11 @@ def test_bad_arguments(name):
 
 def test_operations_as_torch_sees_them():
     ops = torch.ops.billfish
+    contracts = torch.rand(2, 6, dtype=torch.float64)
     for op, arguments in (
         (ops.heat_equation, (draw(2, 3, 4), 0.1, 0.1, 0.2, 2, "neumann", 0.0)),
         (ops.nbody_acceleration, (draw(5, 3), draw(5), 0.1, 1.0)),
+        (ops.option_price, (contracts, 50, 3, "asian", False, 1)),
+        (ops.market_paths, (contracts, 50, 3, 1)),
     ):
         opcheck(op.default, arguments)

@@ -24,6 +24,12 @@ from billfish.kernels.general.layer_norm import (
     layer_norm_reference,
     norm_backward_reference,
 )
+from billfish.kernels.general.monte_carlo import (
+    black_scholes,
+    market_paths,
+    option_price,
+    option_price_reference,
+)
 from billfish.kernels.general.nbody import (
     leapfrog_step,
     nbody_acceleration,
@@ -47,6 +53,7 @@ __all__ = [
     "AdamW",
     "adamw_reference",
     "adamw_step",
+    "black_scholes",
     "compact",
     "compact_reference",
     "cross_entropy",
@@ -62,9 +69,12 @@ __all__ = [
     "layer_norm_reference",
     "leapfrog_step",
     "linear_cross_entropy",
+    "market_paths",
     "nbody_acceleration",
     "nbody_acceleration_reference",
     "norm_backward_reference",
+    "option_price",
+    "option_price_reference",
     "reduce",
     "reduce_reference",
     "rms_norm",

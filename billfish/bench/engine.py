@@ -29,6 +29,7 @@ import torch
 
 from billfish.config import CacheConfig, SchedulerConfig
 from billfish.engine import Engine
+from billfish.errors import ConfigError
 from billfish.models import random_weights
 from billfish.sampling_params import SamplingParams
 from billfish.worker import device
@@ -210,6 +211,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument(
         "--reserve-tokens", type=int, help="room set aside for each request, as without blocks"
     )
+    cli.add_argument("--keep", action="store_true", help="keep the rows that the file has")
     cli.add_argument("--eager", action="store_true", help="without graphs")
     cli.add_argument("--plain", action="store_true", help="without overlap")
     return cli
@@ -221,9 +223,21 @@ def main(arguments: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = parser().parse_args(arguments)
     head = record.environment("billfish bench engine " + " ".join(arguments))
+    kept = _kept(options.out, head) if options.out and options.keep else []
     rows = run(options)
     if options.out:
-        record.write(options.out, head, rows)
+        record.write(options.out, head, kept + rows)
+
+
+def _kept(path: str, head: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a file, if they were measured on this device with this commit."""
+    if not Path(path).exists():
+        return []
+    old: dict[str, Any] = json.loads(Path(path).read_text())
+    for name in ("device", "commit"):
+        if old[name] != head[name]:
+            raise ConfigError(f"--keep: {path} is of {name} {old[name]}, this is {head[name]}")
+    return list(old["rows"])
 
 
 if __name__ == "__main__":

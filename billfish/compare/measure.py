@@ -3,8 +3,9 @@
 What does not fit in the time, or fails, is left out and said to be; the rest goes on.
 """
 
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -108,20 +109,29 @@ def _marlin(quick: bool, done: Measured) -> Iterator[Step]:
     hopper = _is_hopper()
     if not hopper:  # on others the portable kernels run, which have no switches
         done.left_out.append("Marlin's techniques: they are the Hopper kernel's")
-    for shape in ablated if hopper else ():
-        for m in (1, 16, 64) if quick else (1, 16, 64, 256):
-            name = f"Marlin's techniques, {shape[0]} x {shape[1]}, M = {m}"
-            yield "ablation_gemm", name, partial(_techniques, shape, m)
+    cases = [(s, m) for s in ablated for m in ((1, 16, 64) if quick else (1, 16, 64, 256))]
+    if hopper:
+        yield "ablation_gemm", "compilation of Marlin's techniques", partial(_compile, cases)
+    for shape, m in cases if hopper else ():
+        name = f"Marlin's techniques, {shape[0]} x {shape[1]}, M = {m}"
+        yield "ablation_gemm", name, partial(_techniques, shape, m)
     for shape in shapes:
         name = f"INT4 beside FP16, {shape[0]} x {shape[1]}"
         yield "gemm", name, partial(_beside_fp16, gemm, shape, counts)
 
 
+def _compile(cases: Sequence[tuple[tuple[int, int], int]]) -> list[Row]:
+    """All configurations at once, in processes of their own: they take seconds each."""
+    from billfish.bench import gemm
+
+    found = ((c, m) for shape, m in cases for c in gemm.techniques_off(*shape, m).values())
+    gemm.compile_all(list(dict.fromkeys(found)), min(8, os.cpu_count() or 1))
+    return []
+
+
 def _techniques(shape: tuple[int, int], m: int) -> list[Row]:
     from billfish.bench import gemm
 
-    configs = dict.fromkeys((c, m) for c in gemm.techniques_off(*shape, m).values())
-    gemm.compile_all(list(configs), 8)
     return gemm.ablation(shape, [m], gemm.read_rate())
 
 
@@ -166,11 +176,13 @@ def _general(quick: bool, done: Measured) -> Iterator[Step]:
 
     device = torch.device("cuda")
     rates = general.Rates.measured()
-    for case in general.all_cases(quick=True):
+    cases = general.all_cases(quick=True)
+    # Without torch.compile, which alone would take the time there is.
+    peers = ["torch"] if quick else sorted({p for c in cases for p in c.peers} - {"torch.compile"})
+    for case in cases:
         if case.settings:
             take = partial(general.ablate, case, rates, device)
             yield "ablation_general", f"techniques of {case.name}", take
-        peers = ["torch"] if quick else None
         yield "general", case.name, partial(general.compare, case, rates, device, peers)
     yield "tutorial", "the steps of the tutorial", tutorial.rows
 

@@ -1,6 +1,7 @@
 """How the Hopper kernel's work is divided, and what its configurations claim: no GPU needed."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from billfish.bench import gemm
 from billfish.bench.tune import candidates
 from billfish.errors import KernelArgumentError
 from billfish.kernels.cuda_driver import CannotPrepare
@@ -280,3 +282,25 @@ def test_candidates_for_tuning_fit(m):
         assert config.blocks_per_sm * (stages * config.stage_bytes(meta_rows) + 1024) <= 228 * 1024
         assert hopper_plan.divide(config, m, 64, 32, PROCESSORS).blocks > 0
         assert not (config.carry and config.sum_scale)
+
+
+@pytest.mark.parametrize("m", [1, 16, 64, 256])
+def test_the_ablation_switches_one_thing_at_a_time(m, monkeypatch):
+    """Queue depths are those that shared memory has room for; one stage carries no product."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("billfish.kernels.marlin.workspace.gpu_of", lambda device: GPU)
+    settings = gemm.techniques_off(4096, 4096, m)
+    chosen = settings["all on"]
+    assert chosen == hopper_config(m, (64, 32, unit_words(128, False)), GPU)
+    for name, config in settings.items():
+        if name.startswith("queue depth"):
+            depth = int(name.removeprefix("queue depth"))
+            assert config.stages == depth <= hopper_plan.max_stages(config, 1)
+            assert not (config.carry and depth < 2)
+            assert replace(config, stages=chosen.stages, carry=chosen.carry) == chosen
+        elif name != "all on":
+            assert (
+                replace(config, **{k: getattr(chosen, k) for k in gemm.TECHNIQUES[name]}) == chosen
+            )
+            assert config != chosen
+    assert {"queue depth 1", "queue depth 2"} <= set(settings)

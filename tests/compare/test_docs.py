@@ -1,0 +1,44 @@
+"""Links of the documentation: files are there, and have the symbols that a link names."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from billfish.compare import links
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+
+
+def found(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return LINK.findall(text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    for words, target in found(page):
+        path, _, place = target.partition("#")
+        if target.startswith(("http://", "https://")):
+            continue
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), (words, target)
+        if place and there.suffix == ".md":
+            heads = re.findall(r"^#+ (.+)$", there.read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+            assert place in slugs, target
+
+
+@pytest.mark.parametrize("page", ["w4a16.md", "paged_attention.md"])
+def test_links_name_symbols_of_their_files(page):
+    checked = 0
+    for words, target in found(ROOT / "docs" / page):
+        for symbol in re.findall(r"`([A-Za-z_][\w.]*)`", words):
+            path = (ROOT / "docs" / target).resolve()
+            if path.suffix == ".py" and path.is_relative_to(ROOT / "billfish"):
+                module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+                assert links.exists(f"{module}:{symbol}"), (symbol, target)
+                checked += 1
+    assert checked > 5

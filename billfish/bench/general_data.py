@@ -29,6 +29,10 @@ def cases() -> list[Case]:
         histogram(1 << 28, 100_000, False),
         compact(1 << 28, 0.5),
         compact(1 << 28, 0.05),
+        sort(1, 1 << 27, torch.int32, False),
+        sort(1, 1 << 27, torch.int64, False),
+        sort(1, 1 << 27, torch.float32, True),
+        sort(4096, 32768, torch.bfloat16, True),
     ]
 
 
@@ -41,6 +45,8 @@ def tiny() -> list[Case]:
         transpose(70, 33, torch.float32),
         histogram(2000, 40, True),
         compact(1000, 0.5),
+        sort(1, 60, torch.int32, False),
+        sort(2, 50, torch.float16, True),
     ]
 
 
@@ -197,4 +203,51 @@ def compact(n: int, share: float) -> Case:
             "cupy": with_cupy(lambda cupy, x, keep: x[keep]),
         },
         settings={"scan in the same pass": {"off": off}}, tolerance=0.0,
+    )  # fmt: skip
+
+
+def sort(rows: int, n: int, dtype: torch.dtype, pairs: bool) -> Case:
+    """pairs: int32 places go along. At least one pass over the keys for every 8 bits."""
+
+    def draw(device: torch.device) -> tuple[Tensor, ...]:
+        if dtype.is_floating_point:
+            keys = torch.randn(rows, n, device=device).to(dtype)
+        else:
+            limits = torch.iinfo(dtype)
+            keys = torch.randint(limits.min, limits.max, (rows, n), dtype=dtype, device=device)
+        if not pairs:
+            return (keys,)
+        return keys, torch.arange(n, dtype=torch.int32, device=device).repeat(rows, 1)
+
+    def off(*inputs: Tensor) -> Any:
+        from billfish.kernels.general import sort_gpu
+
+        if pairs:
+            return sort_gpu.sort_pairs(inputs[0], inputs[1], False, one_sweep=False)
+        return sort_gpu.sort(inputs[0], False, one_sweep=False)
+
+    def by_torch(*inputs: Tensor) -> Any:
+        found = torch.sort(inputs[0], dim=-1, stable=True)
+        return (found.values, found.indices.int()) if pairs else found.values
+
+    def by_cupy(cupy: Any, *inputs: Any) -> Any:
+        if pairs:
+            places = cupy.argsort(inputs[0], axis=-1, kind="stable")
+            return cupy.take_along_axis(inputs[0], places, -1), places.astype(cupy.int32)
+        return cupy.sort(inputs[0], axis=-1)
+
+    def exact(*inputs: Tensor) -> Any:
+        keys, places = torch.sort(inputs[0], dim=-1, stable=True)
+        keys = keys.double() if dtype.is_floating_point else keys
+        return (keys, places) if pairs else keys
+
+    # Counted once; then read and written by every pass.
+    moved = rows * n * (dtype.itemsize + (4 if pairs else 0)) * dtype.itemsize
+    return Case(
+        domain=DOMAIN, kernel="sort pairs" if pairs else "sort", size=f"{rows} x {n}", dtype=dtype,
+        draw=draw, run=general.sort, reference=exact,
+        read=rows * n * dtype.itemsize + moved, written=moved,
+        peers={"torch": by_torch}
+        | ({} if dtype == torch.bfloat16 else {"cub": with_cupy(by_cupy)}),
+        settings={"one sweep": {"off": off}}, tolerance=0.0,
     )  # fmt: skip

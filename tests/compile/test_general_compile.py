@@ -20,6 +20,7 @@ from billfish.kernels.general import (
     scan_gpu,
     segment_reduce_gpu,
     softmax_gpu,
+    sort_gpu,
     transpose_gpu,
 )
 from billfish.worker import step_inputs, step_inputs_gpu
@@ -274,3 +275,19 @@ def test_rotary_embedding(monkeypatch, dtype, rotary_dim):
     code = of_both(monkeypatch, rotary_gpu, "_rotary_kernel", launch)
     assert code.count("LDG.E.128") > 0
     assert code.count("STG.E.128") > 0 or dtype == torch.bfloat16
+
+
+def test_sort(monkeypatch):
+    keys, values = torch.empty(1, 1 << 22, dtype=torch.float16), torch.empty(1, 1 << 22)
+    monkeypatch.setattr(
+        sort_gpu, "scan", lambda counts, *_: torch.empty(counts.shape, dtype=torch.int64)
+    )
+    for one_sweep in (True, False):
+        launch = lambda o=one_sweep: sort_gpu.sort_pairs(keys, values, False, one_sweep=o)  # noqa: E731
+        code = of_both(monkeypatch, sort_gpu, "_pass_kernel", launch)
+        # Votes of 32 lanes in one instruction, and the tile's places in shared memory.
+        assert code.count("REDUX") > 0
+        assert "LDS" in code.sass
+        assert ("ATOMG" in code.sass) == one_sweep
+        other = "_all_digits_kernel" if one_sweep else "_count_kernel"
+        of_both(monkeypatch, sort_gpu, other, launch)

@@ -19,6 +19,7 @@ from billfish.kernels.general import (
     scan_gpu,
     segment_reduce_gpu,
     softmax_gpu,
+    sort_gpu,
     transpose_gpu,
 )
 
@@ -171,6 +172,64 @@ def test_compact(dtype, n):
             out, count = compact_gpu.compact(x, keep, fused=fused)
             assert torch.equal(out[: count.item()], x[keep])
             assert not out[count.item() :].any()
+
+
+def keys_to_sort(rows, n, dtype):
+    x = draw(rows, n, dtype=dtype)
+    if dtype.is_floating_point and n > 20:
+        x = (x * 64).round() / 64
+        nan = torch.tensor(torch.nan, dtype=dtype)
+        special = torch.tensor([0.0, -0.0, 0.0, torch.inf, -torch.inf, -0.0], dtype=dtype)
+        x[:, 3:9], x[:, 11], x[:, 14] = special.cuda(), nan, nan.neg()
+    elif dtype == torch.int64:
+        x = x * (1 << 50) + draw(rows, n, dtype=dtype, seed=2)
+    return x
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 31), (3, 4097), (1000, 300), (1, 5_000_011)])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_sort(dtype, shape, descending):
+    x = keys_to_sort(*shape, dtype)
+    places = torch.sort(x.cpu(), dim=-1, descending=descending, stable=True).indices.cuda()
+    for kind in (torch.int64, torch.int32, torch.int16, torch.uint8):
+        values = torch.arange(x.numel(), device="cuda").view(shape).to(kind)
+        for one_sweep in (True, False):
+            keys, moved = sort_gpu.sort_pairs(x, values, descending, one_sweep=one_sweep)
+            assert torch.equal(moved, values.gather(1, places))
+            want = x.gather(1, places)
+            assert torch.equal(keys.view(torch.uint8), want.view(torch.uint8))
+    alone = general.sort(x, descending=descending)
+    assert torch.equal(alone.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float64])
+def test_sort_a_hundred_times(dtype):
+    """Many tiles look back at once."""
+    x = draw(1, 3_000_017, dtype=dtype)
+    values = torch.arange(x.shape[1], device="cuda", dtype=torch.int32)[None]
+    want = general.sort(x, values)
+    assert torch.equal(want[0], x.sort(1, stable=True).values)
+    for _ in range(100):
+        keys, moved = general.sort(x, values)
+        assert torch.equal(keys, want[0])
+        assert torch.equal(moved, want[1])
+
+
+@pytest.mark.sanitize
+def test_sort_of_a_few_tiles():
+    x = draw(2, 700, dtype=torch.int16)
+    assert torch.equal(general.sort(x), x.sort(1).values)
+
+
+def test_sort_of_one_digit_and_of_what_is_sorted():
+    """All keys of a tile have one digit; and all of a warp."""
+    for x in (torch.zeros(1 << 20, device="cuda"), torch.arange(1 << 20, device="cuda").flip(0)):
+        values = torch.arange(1 << 20, device="cuda")
+        keys, moved = general.sort(x, values)
+        want = x.sort(stable=True)
+        assert torch.equal(keys, want.values)
+        assert torch.equal(moved, want.indices)
 
 
 def test_views_are_read_where_they_lie():

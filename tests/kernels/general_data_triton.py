@@ -17,6 +17,7 @@ from billfish.kernels.general import (
     reduce_gpu,
     scan_gpu,
     segment_reduce_gpu,
+    sort_gpu,
     transpose_gpu,
 )
 
@@ -197,3 +198,84 @@ def test_compact(dtype, fused):
     x, keep = draw(300, dtype=dtype)[::3], (draw(300) > 0)[100:200]
     want = general.compact_reference(x, keep)[0]
     assert torch.equal(compact_gpu.compact(x, keep, block=32)[0], want)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "n", "descending", "one_sweep"),
+    [
+        (torch.float16, 1, 600, False, True),  # three tiles, which look back
+        (torch.int8, 2, 300, True, False),
+        (torch.int8, 2, 300, False, True),
+        (torch.uint8, 1, 1, True, True),
+    ],
+)
+def test_sort(dtype, rows, n, descending, one_sweep):
+    x = draw(rows, n, dtype=dtype)
+    if dtype.is_floating_point:
+        x = (x * 8).round() / 8
+        x[0, 3:10] = torch.tensor([0.0, -0.0, torch.inf, 0.0, -torch.inf, -0.0, -torch.nan])
+        x[0, 17] = torch.nan
+    values = torch.arange(rows * n, dtype=torch.int16).view(rows, n)
+    want = general.sort_reference(x, values, descending)
+    got = sort_gpu.sort_pairs(x, values, descending, one_sweep=one_sweep)
+    assert torch.equal(got[1], want[1])
+    assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
+    if n < 100:
+        alone = sort_gpu.sort(x, descending, one_sweep=one_sweep)
+        assert torch.equal(alone.view(torch.uint8), want[0].view(torch.uint8))
+
+
+@triton.jit
+def _digit_kernel(keys, out, shift, FLOAT: tl.constexpr, SIGN: tl.constexpr, TOP: tl.constexpr):
+    i = tl.arange(0, 32)
+    tl.store(out + i, sort_gpu._digit(tl.load(keys + i), shift, FLOAT, SIGN, TOP, False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.int64,
+                                   torch.int32, torch.int16, torch.uint8])  # fmt: skip
+def test_digits_order_as_keys_do(dtype):
+    keys = draw(32, dtype=dtype)
+    if dtype.is_floating_point:
+        keys[:8] = torch.tensor([0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan, 1e-7, -1])
+    elif dtype != torch.uint8:
+        keys[:2] = torch.tensor([torch.iinfo(dtype).min, torch.iinfo(dtype).max])
+    size = dtype.itemsize
+    digits = torch.zeros(size, 32, dtype=torch.int32)
+    for p in range(size):
+        _digit_kernel[(1,)](
+            keys.view(sort_gpu._BITS[size]), digits[p], 8 * p, dtype.is_floating_point,
+            0 if dtype == torch.uint8 else 1 << (8 * size - 1), sort_gpu._INFINITY.get(dtype, 0),
+        )  # fmt: skip
+    whole = [sum(int(digits[p, i]) << (8 * p) for p in range(size)) for i in range(32)]
+    places = sorted(range(32), key=whole.__getitem__)
+    want = torch.sort(keys, stable=True).indices.tolist()
+    assert places == want
+
+
+def test_sort_nothing():
+    keys, values = sort_gpu.sort_pairs(draw(0, 3), draw(0, 3, dtype=torch.int8), False)
+    assert (keys.shape, values.dtype) == ((0, 3), torch.int8)
+    assert sort_gpu.sort(draw(3, 0), True).shape == (3, 0)
+
+
+@triton.jit
+def _look_back_of_digits_kernel(state, out, tile):
+    d = tl.arange(0, 256)
+    tl.store(out + d, sort_gpu._look_back(state, 2, tile, d))
+
+
+def test_sort_looks_back_for_each_digit():
+    """Digit d meets a prefix d % 7 tiles back, before which there are aggregates."""
+    tile = 12
+    rng = torch.Generator().manual_seed(1)
+    counts = torch.randint(0, 1 << 30, (tile, 256), generator=rng)
+    distance = 1 + torch.arange(256) % 7
+    nth = torch.arange(tile).unsqueeze(1)
+    status = torch.where(nth <= tile - distance, 2, 1)
+    status[2] = 2
+    counts //= 16
+    state = counts | (status << 32)
+    out = torch.zeros(256, dtype=torch.int32)
+    _look_back_of_digits_kernel[(1,)](state, out, tile)
+    seen = nth >= tile - distance
+    assert torch.equal(out.long(), (counts * seen).sum(0))

@@ -133,6 +133,53 @@ def test_compact(dtype):
         assert torch.equal(got, want)
 
 
+def keys_to_sort(*shape, dtype, seed=0):
+    """With equal keys, and of floats all that is special, in both signs."""
+    x = draw(*shape, dtype=dtype, seed=seed)
+    if dtype.is_floating_point and x.shape[-1] > 20:
+        x = (x * 4).round() / 4
+        nan = torch.tensor(torch.nan, dtype=dtype)
+        special = torch.tensor([0.0, -0.0, 0.0, torch.inf, -torch.inf, -0.0, 1e-7], dtype=dtype)
+        x[..., 3:10], x[..., 11], x[..., 14] = special, nan, nan.neg()
+    return x
+
+
+def bits_of(x):
+    return x.view(torch.uint8)
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
+def test_sort(dtype, descending):
+    x = keys_to_sort(3, 70, dtype=dtype)
+    values = torch.arange(210).view(3, 70)
+    keys, moved = general.sort(x, values, descending=descending)
+    want = general.sort_reference(x, values, descending)
+    assert torch.equal(moved, want[1])
+    assert torch.equal(bits_of(keys), bits_of(want[0]))
+    alone = general.sort(x, descending=descending)
+    assert torch.equal(bits_of(alone), bits_of(keys))
+    assert alone.is_contiguous()
+    # As torch does it, stable.
+    places = torch.sort(x, dim=-1, descending=descending, stable=True).indices
+    assert torch.equal(moved, values.gather(-1, places))
+
+
+def test_sort_dimensions_views_and_nothing():
+    x = draw(4, 30, 6)
+    assert torch.equal(general.sort(x, dim=1), x.sort(1).values)
+    keys, values = general.sort(x[::2, 3:20:2].mT, x[::2, 3:20:2].mT.half(), dim=0)
+    assert torch.equal(keys, x[::2, 3:20:2].mT.sort(0).values)
+    assert keys.is_contiguous()
+    assert torch.equal(values, keys.half())
+    for shape in ((0,), (3, 0), (0, 3)):
+        assert general.sort(draw(*shape)).shape == shape
+    pair = general.sort(draw(0), draw(0, dtype=torch.int8))
+    assert [x.dtype for x in pair] == [torch.float32, torch.int8]
+    flags = general.sort(torch.tensor([3, 1, 2]), torch.tensor([True, False, False]))[1]
+    assert flags.tolist() == [False, False, True]
+
+
 BAD = {
     "scan dim": lambda: general.scan(draw(3), 1),
     "scan scalar": lambda: general.scan(draw(1)[0]),
@@ -156,6 +203,13 @@ BAD = {
     "histogram bins": lambda: general.histogram(draw(3, dtype=torch.int8), 0),
     "compact mask": lambda: general.compact(draw(3), draw(3)),
     "compact shape": lambda: general.compact(draw(3), draw(4) > 0),
+    "sort scalar": lambda: general.sort(draw(1)[0]),
+    "sort dim": lambda: general.sort(draw(3), dim=1),
+    "sort bool": lambda: general.sort(draw(3) > 0),
+    "sort gradient": lambda: general.sort(draw(3).requires_grad_()),
+    "sort values": lambda: general.sort(draw(3), draw(4)),
+    "sort values' gradient": lambda: general.sort(draw(3), draw(3).requires_grad_()),
+    "sort values' size": lambda: general.sort(draw(3), draw(3).to(torch.complex128)),
     "compact matrix": lambda: general.compact(draw(3, 3), draw(3, 3) > 0),
 }
 
@@ -177,5 +231,7 @@ def test_operations_as_torch_sees_them():
         (ops.transpose_copy, (draw(2, 3, 4),)),
         (ops.histogram, (draw(9), 4, -1.0, 2.0)),
         (ops.compact, (draw(9), draw(9) > 0)),
+        (ops.sort, (draw(2, 9), True)),
+        (ops.sort_pairs, (draw(2, 9), draw(2, 9, dtype=torch.int8), False)),
     ):
         opcheck(op.default, arguments)

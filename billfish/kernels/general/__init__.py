@@ -46,6 +46,7 @@ from billfish.kernels.general.silu_mul import (
     silu_mul_reference,
 )
 from billfish.kernels.general.softmax import softmax, softmax_backward_reference, softmax_reference
+from billfish.kernels.general.sort import sort, sort_reference
 from billfish.kernels.general.stencil import heat_equation, heat_equation_reference
 from billfish.kernels.general.transpose import transpose, transpose_reference
 
@@ -91,6 +92,8 @@ __all__ = [
     "softmax",
     "softmax_backward_reference",
     "softmax_reference",
+    "sort",
+    "sort_reference",
     "transpose",
     "transpose_reference",
 ]

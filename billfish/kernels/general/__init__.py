@@ -1,5 +1,6 @@
 """The general kernels, each with its reference: what layers of a model need besides products and
-attention, in inference and in training, parallel data processing, and scientific computing.
+attention, in inference and in training, parallel data processing, scientific computing, images and
+signals.
 
 y, residual = general.rms_norm(x, weight, 1e-5, residual)
 running = general.scan(x, dim=-1, exclusive=False)
@@ -13,6 +14,7 @@ from billfish.kernels.general.cross_entropy import (
     cross_entropy_reference,
     linear_cross_entropy,
 )
+from billfish.kernels.general.fft import fft, fft_reference, ifft, irfft, rfft
 from billfish.kernels.general.gelu_mul import (
     gelu_tanh_mul,
     gelu_tanh_mul_backward_reference,
@@ -59,6 +61,8 @@ __all__ = [
     "compact_reference",
     "cross_entropy",
     "cross_entropy_reference",
+    "fft",
+    "fft_reference",
     "gelu_tanh_mul",
     "gelu_tanh_mul_backward_reference",
     "gelu_tanh_mul_reference",
@@ -66,6 +70,8 @@ __all__ = [
     "heat_equation_reference",
     "histogram",
     "histogram_reference",
+    "ifft",
+    "irfft",
     "layer_norm",
     "layer_norm_reference",
     "leapfrog_step",
@@ -78,6 +84,7 @@ __all__ = [
     "option_price_reference",
     "reduce",
     "reduce_reference",
+    "rfft",
     "rms_norm",
     "rms_norm_reference",
     "rotary_embedding",

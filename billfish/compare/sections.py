@@ -44,6 +44,14 @@ def family_section(name: str, family: Json, doc: Json, href: Href) -> str:
             measured[0]["origin"],
         )
     if name == "general":
+        worth = (
+            figure(
+                "By domain, and by kind of technique",
+                _matrix(family["techniques"]),
+                "Time without it over the time with it: the most of all cases, and the kernel.",
+            )
+            + worth
+        )
         cards = _by_domain(family, href)
     else:
         cards = "".join(_card(name, i, t, href) for i, t in enumerate(family["techniques"]))
@@ -51,6 +59,30 @@ def family_section(name: str, family: Json, doc: Json, href: Href) -> str:
         f'<section id="{name}" class="family f-{name}"><h2>{family["title"]}</h2>'
         f'<p class="lead">{escape(family["function"])} {escape(family["focus"])}</p>'
         f"{extra(doc, href)}{worth}<h3>Techniques, with and without</h3>{cards}</section>"
+    )
+
+
+def _matrix(techniques: Sequence[Json]) -> str:
+    """Domains by kinds of technique: the most that one of them is worth, and of which kernel."""
+    kinds = [kind for kind in KINDS if any(t["kind"] == kind for t in techniques)]
+    rows = []
+    for domain, title in DOMAINS.items():
+        cells = []
+        for kind in kinds:
+            here = [t for t in techniques if (t["domain"], t["kind"]) == (domain, kind)]
+            cases = [(case["ratio"], t) for t in here for case in t["cases"]]
+            if cases:
+                ratio, technique = max(cases, key=lambda pair: pair[0])
+                kernel = escape(technique["name"].partition(":")[0])
+                cell = f'<b>{number(ratio, "x")}</b><span class="of">{kernel}</span>'
+            else:
+                cell = NOT_YET if here else '<span class="none">–</span>'
+            cells.append(f"<td>{cell}</td>")
+        rows.append(f'<tr><th scope="row">{title}</th>{"".join(cells)}</tr>')
+    head = "".join(f'<th scope="col">{KINDS[kind]}</th>' for kind in kinds)
+    return (
+        '<div class="table-wrap"><table class="cases matrix"><thead><tr><th scope="col">domain</th>'
+        f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 

@@ -126,7 +126,7 @@ def worth(family: str, techniques: Sequence[Json], width: float) -> str:
     ratios = [c["ratio"] for t in shown for c in t["cases"]]
     low, high = min(0.8, *ratios), max(2.0, *ratios) * 1.06
     wide = width > 500
-    left = 218 if wide else 12
+    left = 24 + 7.1 * max(len(t["name"]) for t in shown) if wide else 12
     row = 30 if wide else 46
     f = frame(
         width, 60 + row * len(shown), (low, high), (0, 1), log_x=True, left=left, top=14, bottom=46

@@ -3,12 +3,16 @@
 The benchmark names them; here is the kind of each, what is done without it, and where its code is.
 """
 
+import ast
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
+import billfish
 from billfish.compare.links import exists
 
 GENERAL = "billfish.kernels.general"
+_FOLDER = Path(billfish.__file__).parent / "kernels" / "general"
 
 
 class Topic(NamedTuple):
@@ -108,6 +112,36 @@ KNOWN: dict[tuple[str, str], _Known] = {
         "at once, in memory.",
         ("cross_entropy:in_chunks",),
     ),
+    ("sort", "one sweep"): _Known(
+        "synchronized",
+        "A pass is one launch that reads keys once: tiles learn by decoupled look-back where their "
+        "digits go. Without: counting, adding up and moving are three launches that read twice.",
+        ("sort_gpu:_pass_kernel", "sort_gpu:_look_back"),
+    ),
+    ("heat_equation", "coalesced"): _Known(
+        "coalesced",
+        "A warp's values follow each other in memory. Without: the fast side of a tile is laid "
+        "along z, so that each value is of another line.",
+        ("stencil_gpu:_heat_kernel", "stencil_gpu:_march"),
+    ),
+    ("heat_equation", "steps fused"): _Known(
+        "fused",
+        "Several steps in one march through the grid, which is read and written once for all of "
+        "them. Without: one step a launch.",
+        ("stencil_gpu:_heat_kernel", "stencil_gpu:heat_equation"),
+    ),
+    ("nbody_acceleration", "tiles in shared memory"): _Known(
+        "shared",
+        "A warp reads a tile of bodies together and hands it around through shared memory. "
+        "Without: each thread reads each body from memory, through its caches.",
+        ("nbody_gpu:_nbody_kernel",),
+    ),
+    ("option_price", "fused"): _Known(
+        "fused",
+        "A path lives in registers from its random numbers to its payoff. Without: all paths are "
+        "written first and read again.",
+        ("monte_carlo_gpu:_paths_kernel", "monte_carlo_gpu:option_price"),
+    ),
     ("adamw_step", "one pass"): _Known(
         "fused",
         "One pass over parameter, gradient and moments. Without: three.",
@@ -117,7 +151,7 @@ KNOWN: dict[tuple[str, str], _Known] = {
 
 KIND_WORDS = (
     ("synchronized", ("look-back", "balanced", "barrier", "atomic")),
-    ("coalesced", ("coalesced", "tiles in shared", "layout", "transposed")),
+    ("coalesced", ("coalesced", "layout", "transposed")),
     ("shared", ("shared",)),
     ("fused", ("fused", "one launch", "one pass", "same pass", "in one", "epilogue", "steps")),
     ("cached", ("register", "chunk", "cache", "l2", "resident", "evict", "raster", "reuse")),
@@ -134,13 +168,29 @@ def topic_of(domain: str, kernel: str, technique: str) -> Topic:
         return Topic(domain, kernel, technique, known.kind, known.what, code)
     words = technique.lower()
     kind = next((k for k, found in KIND_WORDS if any(word in words for word in found)), "other")
-    return Topic(domain, kernel, technique, kind, known.what if known else "", _code(base))
+    module = _module_of(base)
+    where = f"{GENERAL}.{module}:{base}" if module else f"{GENERAL}.__init__:__all__"
+    what = known.what if known else _switches(module)
+    return Topic(domain, kernel, technique, kind, what, (where,))
 
 
-def _code(kernel: str) -> tuple[str, ...]:
-    """The function of a kernel: on a GPU, or the public operation."""
-    names = (f"{kernel}_gpu:{kernel}", f"{kernel}:{kernel}", "__init__:__all__")
-    return next((f"{GENERAL}.{name}",) for name in names if exists(f"{GENERAL}.{name}"))
+def _module_of(kernel: str) -> str:
+    """The module that has a kernel's function, that for a GPU before others; "" for none."""
+    paths = sorted(_FOLDER.glob("*.py"), key=lambda path: not path.stem.endswith("_gpu"))
+    names = (path.stem for path in paths)
+    return next((name for name in names if exists(f"{GENERAL}.{name}:{kernel}")), "")
+
+
+def _switches(module: str) -> str:
+    """What a kernel's own file says of its switches: the paragraph of its docstring."""
+    path = _FOLDER / f"{module.removesuffix('_gpu')}.py"
+    if not module or not path.exists():
+        return ""
+    paragraphs = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split(
+        "\n\n"
+    )
+    told = (" ".join(each.split()) for each in paragraphs if each.startswith("The technique's"))
+    return next(told, "").replace("`", "")
 
 
 def benchmarked() -> Iterator[Topic]:

@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 
-from billfish.compare import report
+from billfish.compare import build, report
 from billfish.compare.figures import shown
+from tests.compare.conftest import FAMILIES, general_records
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = (
@@ -36,9 +37,9 @@ def open_page(browser, document, tmp_path):
     """open_page(**context options): the report, which asks for nothing and logs no error."""
     contexts, problems = [], []
     path = tmp_path / "comparison.html"
-    path.write_text(report.page(document, folder=tmp_path))
 
-    def open_it(**options):
+    def open_it(shown=document, **options):
+        path.write_text(report.page(shown, folder=tmp_path))
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         context.set_default_timeout(PATIENCE_MS)
         contexts.append(context)
@@ -67,7 +68,17 @@ def test_what_is_shown(open_page, document):
         assert box["width"] > 200
         assert box["height"] > 50
     assert page.locator("svg:visible").count() >= 15
-    # No line of a chart runs out of its card.
+
+
+@pytest.mark.parametrize("width", [1280, 375])
+def test_no_words_run_out_of_a_chart(open_page, recorded, width):
+    """With general kernels too, whose names are long; their figures are made up."""
+    made = general_records()
+    for name in ("linear_cross_entropy fwd+bwd", "rotary_embedding"):
+        rows = made["ablation_general"].rows
+        rows += [{**row, "kernel": name, "domain": "training"} for row in rows[:2]]
+    long = build.comparison({**recorded, **made}, FAMILIES, gpu=None)
+    page = open_page(long, viewport={"width": width, "height": 900})
     wide = page.evaluate(
         """() => [...document.querySelectorAll('svg')].filter(s => s.checkVisibility())
            .filter(s => {

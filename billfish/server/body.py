@@ -97,7 +97,7 @@ class JsonRequest(Request):
             if body.count(b",") > MAX_COMMAS:
                 raise ApiError(400, f"the body holds more than {MAX_COMMAS} commas")
             try:
-                value = from_json(body, allow_inf_nan=False)
+                value = from_json(body, allow_inf_nan=False, cache_strings="keys")
             except ValueError as error:
                 raise ApiError(400, f"the body is not valid JSON: {error}") from None
             _check_shape(value)

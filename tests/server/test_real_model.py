@@ -15,7 +15,6 @@ from billfish.server.engine_client import EngineClient
 from billfish.server.load_tokenizer import load_tokenizer
 from billfish.server.messages import Launch
 from billfish.server.supervisor import EngineSupervisor
-from tests.e2e import tiny_gguf
 from tests.server.clients import run_client
 from tests.server.conftest import openai_client
 from tests.server.live import LiveServer, live
@@ -40,16 +39,6 @@ def ready(path: Path) -> Iterator[LiveServer]:
     with serve(path) as running:
         running.call(running.engine.wait_ready)
         yield running
-
-
-@pytest.fixture(scope="module")
-def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers of random weights: whatever it writes, it writes fast."""
-    path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
-    # A template that takes tools, and is short: a token is a byte here.
-    return tiny_gguf.write(
-        path, template="{% if tools %}<tool_call>{% endif %}" + tiny_gguf.TEMPLATE
-    )
 
 
 @pytest.fixture(scope="module")

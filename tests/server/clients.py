@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import lacking
+from tests.server.live import PATIENCE
 from tests.server.processes import ROOT
 
 PYTHON = ROOT / ".cache" / "clients" / "bin" / "python"
@@ -18,7 +19,7 @@ def run_client(name: str, url: str, **asked: Any) -> Any:
     program = Path(__file__).with_name("client_programs.py")
     done = subprocess.run(
         [PYTHON, program, name, url],
-        input=json.dumps(asked), text=True, capture_output=True, timeout=300, check=False,
+        input=json.dumps(asked), text=True, capture_output=True, timeout=5 * PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -42,9 +42,8 @@ def server() -> Iterator[LiveServer]:
 
 
 @pytest.fixture(scope="module")
-def http(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
+def http(server: LiveServer) -> httpx.Client:
+    return server.http
 
 
 def complete(http: httpx.Client, text: str, **options: object) -> dict:
@@ -228,8 +227,8 @@ def real(request, tmp_path_factory) -> Iterator[httpx.Client]:
     marks = "[TOOL_CALLS]" if request.param == "listed" else "[TOOL_CALLS][ARGS]"
     template = f"{{% if tools %}}{marks}{{% endif %}}" + tiny_gguf.TEMPLATE
     tiny_gguf.write(path, template=template, more_control=SPOKEN)
-    with ready(path) as running, httpx.Client(base_url=running.url, timeout=60) as client:
-        yield client
+    with ready(path) as running:
+        yield running.http
 
 
 class TestTheWholeWay:

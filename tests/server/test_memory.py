@@ -7,8 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
-
 from billfish.server.fake_engine import FakeEngine
 from tests.server.conftest import chat
 from tests.server.live import LiveServer, live
@@ -46,8 +44,13 @@ async def send(server: LiveServer, numbers: list[int], model: str, most: int) ->
         path, asked, status = body(number, model, most)
         data = json.dumps(asked).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        whole = f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+        writer.write(whole)
         first = await reader.readline()
+        if not first:  # the server had closed a connection that was not used for long
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(whole)
+            first = await reader.readline()
         assert first.split()[1] == str(status).encode(), first
         headers = (await reader.readuntil(b"\r\n\r\n")).lower()
         if asked.get("stream") and number % 3 == 0:
@@ -67,7 +70,7 @@ def request_all(server: LiveServer, numbers: range, model: str = "fake", most: i
         await asyncio.gather(*(send(server, part, model, most) for part in parts))
 
     asyncio.run(run())
-    server.wait_idle(60)
+    server.wait_idle()
 
 
 def test_five_thousand_requests():
@@ -87,7 +90,6 @@ def test_five_thousand_requests():
 
 
 @NEEDS_PROC
-@pytest.mark.timeout(300)
 def test_the_engines_process(tiny_path: Path):
     """A model of random weights in a process of its own: the memory of both stays where it was."""
     with ready(tiny_path) as server:

@@ -14,7 +14,7 @@ from schemathesis import GenerationMode
 from billfish.server.fake_engine import FakeEngine
 from tests.server import openai_specification as specification
 from tests.server.conftest import chat
-from tests.server.live import LiveServer, live
+from tests.server.live import ONE_REQUEST, PATIENCE, LiveServer, live
 
 BASE: dict[str, dict[str, Any]] = {
     "/chat/completions": chat(),
@@ -49,7 +49,8 @@ def server() -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def http(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as client:
+    url = f"{server.url}/v1"
+    with httpx.Client(base_url=url, timeout=PATIENCE, limits=ONE_REQUEST) as client:
         yield client
 
 
@@ -172,7 +173,7 @@ def test_answers_that_hold_all_there_is(path, stream):
     body = {**BASE[path], **options, **more, "n": 2, "stream": stream, "max_tokens": 60}
     with (
         live(lambda: FakeEngine(f"Hm. {TOOL_ANSWER}")) as server,
-        httpx.Client(base_url=f"{server.url}/v1") as http,
+        httpx.Client(base_url=f"{server.url}/v1", timeout=PATIENCE) as http,
     ):
         answer = check(http, path, body)
         assert answer.status_code == 200

@@ -216,6 +216,42 @@ def test_a_hostile_answer_stays_text(server, open_page):
     assert page.evaluate("window.hacked") is None
 
 
+WITHOUT_END = {
+    "spaces": "a" + " " * 200_000 + "b",
+    "spaces of a heading": "# " + " " * 200_000 + "x\ny",
+    "spaces of a fence": "```" + " " * 200_000 + "`",
+    "tildes": "~" * 200_000 + "`",
+    "backticks": "`a" * 5_000,
+    "stars": "**" * 100_000,
+    "lines": "\n \n" * 20_000 + "x",
+}
+
+
+@pytest.mark.parametrize("text", WITHOUT_END.values(), ids=WITHOUT_END.keys())
+def test_a_model_that_writes_the_same_without_end_does_not_freeze_the_page(server, open_page, text):
+    """Milliseconds, where it was minutes: all of it is shown again with every token."""
+    page = open_page(server, ready=False)
+    show = """async text => {
+        const { Rendered } = await import("/page/text.js");
+        const began = performance.now();
+        new Rendered(document.createElement("div")).show(text);
+        return performance.now() - began;
+    }"""
+    assert page.evaluate(show, text) < 10_000
+
+
+def test_copying_where_a_browser_offers_no_clipboard(server, open_page):
+    """As for pages that came over plain HTTP from another machine."""
+    page = open_page(server)
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    send(page)
+    page.get_by_role("button", name="Copy").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    page.get_by_label("Message", exact=True).focus()
+    page.keyboard.press("ControlOrMeta+v")
+    expect(page.get_by_label("Message", exact=True)).to_have_value(ANSWER)
+
+
 class TestEngineView:
     def test_the_block_map_changes_while_a_request_runs(self, endless, open_page):
         page = open_page(endless)
@@ -346,9 +382,7 @@ class TestEverybody:
         names = page.evaluate(
             "[...document.styleSheets[0].cssRules[0].style].filter(n => n.startsWith('--'))"
         )
-        read = "names => names.map(n => getComputedStyle(document.documentElement)"
-        values = page.evaluate(read + ".getPropertyValue(n).trim())", names)
-        colours = dict(zip(names, values, strict=True))
+        colours = {name: shown(page, name) for name in names}
         for text in ("ink", "muted", "accent", "bad", "good", "wait"):
             for ground in ("ground", "surface", "raised"):
                 ratio = contrast(colours[f"--{text}"], colours[f"--{ground}"])
@@ -376,6 +410,22 @@ class TestEverybody:
         assert page.evaluate(ground) == dark
         expect(toggle).to_have_accessible_name("Colours: dark")
 
+    def test_the_block_map_has_the_colours_of_the_theme(self, server, open_page):
+        page = open_page(server, color_scheme="dark")
+        pixel = """() => {
+            const canvas = document.getElementById("blocks");
+            if (!canvas.clientHeight) return "nothing yet";
+            const [r, g, b] = canvas.getContext("2d").getImageData(2, 2, 1, 1).data;
+            return `rgb(${r}, ${g}, ${b})`;
+        }"""
+        seen = set()
+        for _ in ("as the system", "light"):
+            free = shown(page, "--block-free")
+            page.wait_for_function(f"free => ({pixel})() === free", arg=free)
+            seen.add(free)
+            page.get_by_role("button", name="Colours").click()
+        assert len(seen) == 2
+
     def test_nothing_blinks_for_those_who_do_not_want_it(self, endless, open_page):
         page = open_page(endless, reduced_motion="reduce")
         endless.pause_after(5)
@@ -386,9 +436,22 @@ class TestEverybody:
         endless.call(endless.engine.resume)
 
 
+def shown(page, name: str) -> str:
+    """The colour that a variable of the style sheet has in the theme of now."""
+    return page.evaluate(
+        """name => {
+            document.body.style.color = `var(${name})`;
+            const found = getComputedStyle(document.body).color;
+            document.body.style.color = "";
+            return found;
+        }""",
+        name,
+    )
+
+
 def luminance(colour: str) -> float:
-    """WCAG's relative luminance of #rrggbb."""
-    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    """WCAG's relative luminance of rgb(r, g, b)."""
+    channels = [int(channel) / 255 for channel in re.findall(r"\d+", colour)[:3]]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 

@@ -18,7 +18,11 @@ export const canvasSize = (canvas, height) => {
   return { context, width };
 };
 
-export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
+/** A colour of CSS as a canvas understands it: with variables and the theme resolved. */
+export const colour = (canvas, css) => {
+  canvas.style.color = css;
+  return getComputedStyle(canvas).color;
+};
 
 /** Colours for requests: each keeps its own as long as it is here. */
 export class Colours {
@@ -39,7 +43,7 @@ export class Colours {
 
   get(id) {
     const at = this.#of.get(id) ?? 0;
-    return `hsl(${HUES[at]} ${colour("--request-saturation")} ${colour("--request-lightness")})`;
+    return `light-dark(hsl(${HUES[at]} 68% 45%), hsl(${HUES[at]} 70% 60%))`;
   }
 }
 
@@ -92,8 +96,10 @@ export class BlockMap {
     const grid = (this.#grid = this.#layOut());
     const pitch = grid.size + GAP;
     const { context } = canvasSize(this.canvas, grid.rows * pitch);
-    const paint = {
-      free: colour("--block-free"), cached: colour("--block-cached"), ink: colour("--ink"),
+    const resolved = new Map();
+    const paint = (css) => {
+      if (!resolved.has(css)) resolved.set(css, colour(this.canvas, css));
+      return resolved.get(css);
     };
     for (let square = 0; square < grid.squares; square += 1) {
       const x = (square % grid.columns) * pitch;
@@ -101,7 +107,7 @@ export class BlockMap {
       this.#square(context, x, y, grid.size, this.#codeOf(square), paint);
     }
     if (this.#at !== null && this.#at < grid.squares) {
-      context.strokeStyle = paint.ink;
+      context.strokeStyle = paint("var(--ink)");
       context.lineWidth = 2;
       const x = (this.#at % grid.columns) * pitch;
       const y = Math.floor(this.#at / grid.columns) * pitch;
@@ -122,21 +128,21 @@ export class BlockMap {
 
   #square(context, x, y, size, code, paint) {
     if (code < 2) {
-      context.fillStyle = paint.free;
+      context.fillStyle = paint("var(--block-free)");
       context.fillRect(x, y, size, size);
       if (code === 1) { // told apart by its form as well
         const inset = Math.max(1, Math.round(size / 4));
-        context.fillStyle = paint.cached;
+        context.fillStyle = paint("var(--block-cached)");
         context.fillRect(x + inset, y + inset, size - 2 * inset, size - 2 * inset);
       }
       return;
     }
     const [count, holders] = this.#state.groups[code - 2];
     const { requests } = this.#state;
-    context.fillStyle = this.colours.get(requests[holders[0]]);
+    context.fillStyle = paint(this.colours.get(requests[holders[0]]));
     context.fillRect(x, y, size, size);
     if (count > 1) { // cut in two: the colours of two of its holders
-      context.fillStyle = holders.length > 1 ? this.colours.get(requests[holders[1]]) : paint.ink;
+      context.fillStyle = paint(holders.length > 1 ? this.colours.get(requests[holders[1]]) : "var(--ink)");
       context.beginPath();
       context.moveTo(x + size, y);
       context.lineTo(x + size, y + size);

@@ -9,6 +9,17 @@ const make = (tag, properties = {}, ...children) => {
   return element;
 };
 
+async function copyText(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  // Browsers have no such thing for pages that came over plain HTTP from another machine.
+  const area = make("textarea", { value: text, className: "hidden" });
+  document.body.append(area);
+  area.select();
+  const copied = document.execCommand("copy");
+  area.remove();
+  if (!copied) throw new Error("not copied");
+}
+
 /** One sample of an answer. */
 class Sample {
   constructor(index, of) {
@@ -204,8 +215,7 @@ export class Chat {
     }
     const copy = make("button", { type: "button", className: "quiet", textContent: "Copy" });
     copy.addEventListener("click", async () => {
-      await navigator.clipboard.writeText(sample.text);
-      copy.textContent = "Copied";
+      copy.textContent = await copyText(sample.text).then(() => "Copied", () => "Could not copy");
     });
     sample.buttons.replaceChildren(copy);
     if (turn.samples.length > 1) sample.buttons.append(this.#chooser(turn, sample));

@@ -48,22 +48,24 @@ export class Strip {
     const most = Math.max(1, ...steps.map(tokens));
     // By square root: a decode of few tokens is still seen beside a prefill of hundreds.
     const height = (count) => Math.sqrt(count / most) * (HEIGHT - 18);
-    const colours = [colour("--prefill"), colour("--decode"), colour("--ink"), colour("--muted")];
+    const [prefillColour, decodeColour, ink, muted] = ["prefill", "decode", "ink", "muted"].map(
+      (name) => colour(this.canvas, `var(--${name})`),
+    );
     steps.forEach((step, i) => {
       const x = width - (steps.length - i) * (BAR + 1);
       const whole = tokens(step) ? Math.max(2, height(tokens(step))) : 0;
       const prefill = whole * (step[PREFILL] / Math.max(1, tokens(step)));
-      context.fillStyle = colours[0];
+      context.fillStyle = prefillColour;
       context.fillRect(x, HEIGHT - prefill, BAR, prefill);
-      context.fillStyle = colours[1];
+      context.fillStyle = decodeColour;
       context.fillRect(x, HEIGHT - whole, BAR, whole - prefill);
       if (step[STEP] === this.#at) {
-        context.strokeStyle = colours[2];
+        context.strokeStyle = ink;
         context.lineWidth = 1.5;
         context.strokeRect(x - 1, HEIGHT - whole - 2, BAR + 2, whole + 2);
       }
     });
-    context.fillStyle = colours[3];
+    context.fillStyle = muted;
     context.font = "11px ui-sans-serif, system-ui, sans-serif";
     if (steps.length) context.fillText(`highest: ${most} tokens`, 0, 10);
   }

@@ -1,6 +1,20 @@
 // A model's text as nodes: paragraphs, code, emphasis. Nodes are made one by one and filled with
 // plain text, so whatever a model writes stays text.
 
+// Nothing here may take more time than the text is long: a model may write spaces, or the same mark,
+// without an end, and all of it is shown again with every token.
+
+/** A line of three or more ` or ~, and the language behind them; null for others. */
+function fenceOf(line) {
+  const text = line.trimStart();
+  const mark = text[0];
+  if ((mark !== "`" && mark !== "~") || line.length - text.length > 3) return null;
+  let length = 1;
+  while (text[length] === mark) length += 1;
+  const language = text.slice(length).trim();
+  return length < 3 || language.includes("`") ? null : { mark: text.slice(0, length), language };
+}
+
 /** Splits into {code, text, language} and {text} blocks. An open fence counts as code already. */
 export function split(text) {
   const blocks = [];
@@ -10,14 +24,14 @@ export function split(text) {
     const joined = lines.join("\n");
     lines = [];
     if (fence) blocks.push({ code: true, language: fence.language, text: joined });
-    else if (joined.trim()) blocks.push({ text: joined.replace(/^\n+|\s+$/g, "") });
+    else if (joined.trim()) blocks.push({ text: joined.trimEnd() });
   };
   for (const line of text.split("\n")) {
-    const mark = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/.exec(line);
-    if (!fence && mark) {
+    const found = fenceOf(line);
+    if (!fence && found) {
       flush();
-      fence = { mark: mark[1], language: mark[2].trim() };
-    } else if (fence && mark && !mark[2] && mark[1].startsWith(fence.mark)) {
+      fence = found;
+    } else if (fence && found && !found.language && found.mark.startsWith(fence.mark)) {
       flush();
       fence = null;
     } else if (!fence && !line.trim()) {
@@ -32,10 +46,10 @@ export function split(text) {
 
 function paragraph(text) {
   const element = document.createElement("p");
-  const heading = /^#{1,6} +(.*)$/.exec(text);
-  if (heading) {
+  const heading = /^#{1,6} /.exec(text);
+  if (heading && !text.includes("\n")) {
     const strong = document.createElement("strong");
-    strong.textContent = heading[1];
+    strong.textContent = text.slice(heading[0].length).trimStart();
     element.append(strong);
     return element;
   }

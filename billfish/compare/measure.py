@@ -51,7 +51,7 @@ def measure(
     done = Measured()
     plans = [PLANS[name](quick, done) for name in families]
     rates = _rates()
-    for name, what, take in _in_turns(plans):
+    for name, what, take in _in_turns(plans, done.left_out):
         if clock() - began > limit:
             done.left_out.append(f"{what}: no time left")
             continue
@@ -59,8 +59,7 @@ def measure(
         try:
             rows.setdefault(name, []).extend(take())
         except Exception as problem:  # what one kernel cannot do here must not cost the others
-            reason = str(problem).splitlines()[0][:200] if str(problem) else ""
-            done.left_out.append(f"{what}: {type(problem).__name__}: {reason}")
+            done.left_out.append(f"{what}: {_reason(problem)}")
         torch.cuda.empty_cache()
     head = bench_record.environment("billfish compare" + (" --quick" if quick else ""))
     head["rates"] = rates
@@ -71,15 +70,24 @@ def measure(
     return done
 
 
-def _in_turns(plans: list[Iterator[Step]]) -> Iterator[Step]:
+def _in_turns(plans: list[Iterator[Step]], left_out: list[str]) -> Iterator[Step]:
     """The first of each, then the second of each: whatever the time is, no family goes without."""
     while plans:
         for plan in list(plans):
-            step = next(plan, None)
+            try:
+                step = next(plan, None)
+            except Exception as problem:
+                left_out.append(f"the rest of a family: {_reason(problem)}")
+                step = None
             if step is None:
                 plans.remove(plan)
             else:
                 yield step
+
+
+def _reason(problem: Exception) -> str:
+    text = str(problem).strip()
+    return f"{type(problem).__name__}: {text.splitlines()[0][:200] if text else ''}"
 
 
 def _rates() -> dict[str, Any]:

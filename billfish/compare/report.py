@@ -194,8 +194,8 @@ def _all_kernels(chart: Json) -> str:
             "A kernel can be no higher than the roof: left of the knee memory decides, right "
             f"of it the tensor cores. Ceilings, from <code>{top['record']}</code>: "
             f"{number(top['gbps'], ' GB/s')}, copied, and {number(top['tflops'], ' TFLOP/s')}. "
-            "Reading alone is faster than copying, so a kernel that reads may lie above the line."
-            + general,
+            "Reading alone is faster than copying, so a kernel that reads may lie above the line. "
+            "What only moves data has no operations, and is in the next chart." + general,
         ) + figure(
             "How near the floor",
             both_widths(lambda width: charts.floors(points, width)) + keys,

@@ -128,6 +128,18 @@ def test_what_fails_or_has_no_time_is_left_out(plans):
     assert done.seconds == 161
 
 
+def test_a_plan_that_fails_costs_its_own_rest(plans):
+    def broken(quick, done):
+        yield "ablation_gemm", "a", lambda: [ROW]
+        raise ImportError("no such module")
+
+    plans["marlin"] = broken
+    plans["general"] = lambda quick, done: iter([("ablation_gemm", "b", lambda: [ROW])] * 2)
+    done = measure.measure(("marlin", "general"), quick=False, say=lambda line: None)
+    assert len(done.records["ablation_gemm"].rows) == 3
+    assert done.left_out == ["the rest of a family: ImportError: no such module"]
+
+
 def test_with_a_gpu_it_measures(plans, monkeypatch, tmp_path):
     asked = []
 

@@ -165,6 +165,7 @@ def test_boundaries_of_the_heuristic(m, dtype):
 
 
 def forced_configs():
+    from billfish.bench.gemm import DEPTHS
     from billfish.kernels.marlin.configs import HopperConfig
     from tests.compile.test_marlin_compile import shipped_configs
 
@@ -172,7 +173,8 @@ def forced_configs():
     plain = [
         HopperConfig(rows=64, consumers=2, tile_m=16, stages=4, **{s: False}) for s in switches
     ]
-    return [*shipped_configs(), *plain]
+    depths = [HopperConfig(rows=64, consumers=2, tile_m=16, stages=depth) for depth in DEPTHS]
+    return [*shipped_configs(), *plain, *depths]
 
 
 @pytest.mark.parametrize("zero_point", ["symmetric", "integer", "offset"])

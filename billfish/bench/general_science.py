@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from billfish.bench.general_case import Case, Function, compiled
+from billfish.bench.general_case import Case, Function, compiled, with_cupy
 from billfish.kernels import general
 
 DOMAIN = "science"
@@ -24,6 +24,11 @@ def cases() -> list[Case]:
         nbody_acceleration(32768, torch.float64),
         option_price(1 << 26, 1),
         option_price(1 << 20, 252),
+        spmv("seven-point, 192^3", 1, torch.float32),
+        spmv("seven-point, 192^3", 1, torch.float64),
+        spmv("uniform, 1000000 rows of 64", 1, torch.float32),
+        spmv("skewed, 1000000 rows of 32", 1, torch.float32),
+        spmv("uniform, 1000000 rows of 64", 8, torch.float32),
     ]
 
 
@@ -33,6 +38,8 @@ def tiny() -> list[Case]:
         nbody_acceleration(70, torch.float32),
         option_price(4000, 1),
         option_price(1000, 5),
+        spmv("skewed, 40 rows of 60", 1, torch.float32),
+        spmv("seven-point, 3^3", 3, torch.float32),
     ]
 
 
@@ -188,3 +195,105 @@ def option_price(paths: int, steps: int) -> Case:
         peers={"torch": chain, "torch.compile": compiled(chain)},
         settings={"fused": {"off": off}}, tolerance=8 / min(paths, 50_000) ** 0.5,
     )  # fmt: skip
+
+
+Matrix = tuple[Tensor, Tensor, Tensor]
+
+
+def _seven_point(side: int, device: torch.device) -> Matrix:
+    """The Laplacian of a cube: values, columns and offsets of its compressed rows."""
+    place = torch.arange(side, device=device)
+    z, y, x = (c.reshape(-1) for c in torch.meshgrid(place, place, place, indexing="ij"))
+    row = torch.arange(side**3, device=device)
+    columns, there = [], []
+    for by, at in ((-side * side, z), (-side, y), (-1, x), (0, x), (1, x), (side, y),
+                   (side * side, z)):  # fmt: skip
+        columns.append(row + by)
+        step = (by > 0) - (by < 0)
+        there.append((at + step >= 0) & (at + step < side))
+    kept = torch.stack(there, 1)
+    values = torch.full((7,), -1.0, device=device)
+    values[3] = 6.0
+    counts = kept.sum(1)
+    offsets = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+    return values.expand(side**3, 7)[kept], torch.stack(columns, 1)[kept], offsets
+
+
+def _lengths(kind: str, size: str) -> Tensor:
+    """Of "skewed" rows one in a thousand has half of the elements, and the first a tenth."""
+    rows, mean = (int(word) for word in size.split() if word.isdigit())
+    lengths = torch.full((rows,), mean)
+    if kind == "skewed":
+        lengths.fill_(max(1, mean * 4 // 10))
+        lengths[::1000] = mean * rows // 2 // max(1, rows // 1000)
+        lengths[0] = mean * rows // 10
+    return lengths
+
+
+def _random_rows(lengths: Tensor) -> Matrix:
+    rows, device = len(lengths), lengths.device
+    offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+    stored = int(offsets[-1])
+    columns = torch.randint(0, rows, (stored,), device=device)
+    return torch.randn(stored, device=device), columns, offsets
+
+
+def _matrix(name: str, device: torch.device) -> Matrix:
+    kind, _, size = name.partition(", ")
+    if kind == "seven-point":
+        return _seven_point(int(size.partition("^")[0]), device)
+    return _random_rows(_lengths(kind, size).to(device))
+
+
+def spmv(name: str, vectors: int, dtype: torch.dtype) -> Case:
+    """Indices are int32. The floor reads x once: caches decide how far that is true."""
+    rows, stored = _matrix_size(name)
+
+    def draw(device: torch.device) -> tuple[Tensor, ...]:
+        values, columns, offsets = _matrix(name, device)
+        x = torch.randn(len(offsets) - 1, vectors, device=device).to(dtype)
+        return values.to(dtype), columns.int(), offsets.int(), x[:, 0] if vectors == 1 else x
+
+    def reference(values: Tensor, columns: Tensor, offsets: Tensor, x: Tensor) -> Tensor:
+        counts = offsets.diff()
+        row = torch.arange(len(counts), device=x.device).repeat_interleave(counts)
+        wide = x.double().view(len(counts), -1)
+        out = torch.zeros_like(wide)
+        for v in range(wide.shape[1]):
+            out[:, v].index_add_(0, row, values.double() * wide[columns, v])
+        return out.view(x.shape)
+
+    def off(values: Tensor, columns: Tensor, offsets: Tensor, x: Tensor) -> Tensor:
+        from billfish.kernels.general import spmv_gpu
+
+        both = x if x.dim() == 2 else x[:, None]
+        return spmv_gpu.spmv(values, columns, offsets, both, balanced=False).view(x.shape)
+
+    def with_torch(values: Tensor, columns: Tensor, offsets: Tensor, x: Tensor) -> Tensor:
+        shape = (len(offsets) - 1, len(x))
+        return torch.sparse_csr_tensor(
+            offsets, columns, values, shape, check_invariants=False) @ x  # fmt: skip
+
+    def with_cusparse(cupy: Any, values: Any, columns: Any, offsets: Any, x: Any) -> Any:
+        from cupyx.scipy.sparse import csr_matrix
+
+        return csr_matrix((values, columns, offsets), shape=(len(offsets) - 1, len(x))) @ x
+
+    return Case(
+        domain=DOMAIN, kernel="spmv", size=name + (f", {vectors} vectors" if vectors > 1 else ""),
+        dtype=dtype, draw=draw, run=general.spmv, reference=reference,
+        read=stored * (dtype.itemsize + 4) + 4 * rows + rows * vectors * dtype.itemsize,
+        written=rows * vectors * dtype.itemsize,
+        peers={"torch": with_torch, "cusparse": with_cupy(with_cusparse)},
+        settings={"long rows in pieces": {"off": off}},
+    )  # fmt: skip
+
+
+def _matrix_size(name: str) -> tuple[int, int]:
+    """(rows, stored elements)."""
+    kind, _, size = name.partition(", ")
+    if kind == "seven-point":
+        side = int(size.partition("^")[0])
+        return side**3, 7 * side**3 - 6 * side**2
+    lengths = _lengths(kind, size)
+    return len(lengths), int(lengths.sum())

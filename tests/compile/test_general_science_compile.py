@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from billfish.kernels.general import monte_carlo_gpu, nbody_gpu, stencil_gpu
+from billfish.kernels.general import monte_carlo_gpu, nbody_gpu, spmv_gpu, stencil_gpu
 from tests.compile.test_general_compile import of_both
 
 if triton.knobs.runtime.interpret:
@@ -70,3 +70,22 @@ def test_option_price(monkeypatch, steps, kind):
     # What is written is two sums, after the loop.
     assert code.count("STG.E.64") == 2
     assert code.count("STG.E") == 2
+
+
+@pytest.mark.parametrize(("dtype", "vectors"), [(torch.float32, 1), (torch.bfloat16, 8)])
+def test_spmv(monkeypatch, dtype, vectors):
+    rows, mean = 100_000, 8
+    values, x = torch.empty(rows * mean, dtype=dtype), torch.empty(rows, vectors, dtype=dtype)
+    columns = torch.zeros(rows * mean, dtype=torch.int32)
+    offsets = torch.zeros(rows + 1, dtype=torch.int32)
+    for balanced in (True, False):
+        launch = lambda b=balanced: spmv_gpu.spmv(  # noqa: E731
+            values, columns, offsets, x, balanced=b
+        )
+        code = of_both(monkeypatch, spmv_gpu, "_rows_kernel", launch)
+        assert code.registers <= 64  # many threads wait for memory
+        # Only where long rows are cut is there a list to put them on.
+        assert ("ATOMG" in code.sass) == balanced
+    for name in ("_pieces_kernel", "_long_rows_kernel"):
+        launch = lambda: spmv_gpu.spmv(values, columns, offsets, x)  # noqa: E731
+        of_both(monkeypatch, spmv_gpu, name, launch)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from billfish.errors import KernelArgumentError
 from billfish.kernels import general
-from billfish.kernels.general import monte_carlo, monte_carlo_gpu, nbody_gpu, stencil_gpu
+from billfish.kernels.general import monte_carlo, monte_carlo_gpu, nbody_gpu, spmv_gpu, stencil_gpu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -122,3 +123,40 @@ def test_option_price_against_the_closed_form():
     want = general.black_scholes(100.0, strike, **terms)
     assert bool(((got - want).abs() < 4 * error + 1e-5 * want).all())
     assert bool((error < 3e-3).all())
+
+
+@pytest.mark.parametrize("vectors", [1, 3, 20])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_spmv(dtype, index, vectors):
+    lengths = torch.cat((
+        torch.arange(3000) % 11, torch.tensor([511, 512, 513, 0, 1_000_003, 1024, 2, 70_000]),
+        torch.full((900,), 600),
+    ))  # fmt: skip
+    offsets = torch.cat((torch.zeros(1), lengths.cumsum(0))).to("cuda", index)
+    columns = torch.randint(0, 5000, (int(offsets[-1]),), device="cuda").to(index)
+    values, x = draw(len(columns), dtype=dtype), draw(5000, vectors, dtype=dtype, seed=1)
+    row = torch.arange(len(lengths), device="cuda").repeat_interleave(offsets.diff().long())
+    want, size = torch.zeros(2, len(lengths), vectors, dtype=torch.float64, device="cuda")
+    products = values.double()[:, None] * x.double()[columns.long()]
+    want.index_add_(0, row, products)
+    size.index_add_(0, row, products.abs())
+    unit = {torch.float64: 1e-14, torch.float32: 2e-6}.get(dtype, 2e-6)
+    for balanced in (True, False):
+        got = spmv_gpu.spmv(values, columns, offsets, x, balanced=balanced)
+        limit = unit * size + ROUNDING[dtype] * want.abs()
+        assert bool(((got.double() - want).abs() <= limit).all())
+        for _ in range(5):
+            assert torch.equal(spmv_gpu.spmv(values, columns, offsets, x, balanced=balanced), got)
+    assert general.spmv(values, columns, offsets, x[:, 0]).shape == (len(lengths),)
+
+
+def test_spmv_looks_at_indices_where_asked():
+    values, x = torch.ones(4, device="cuda"), torch.ones(3, device="cuda")
+    offsets = torch.tensor([0, 2, 4], device="cuda")
+    columns = torch.tensor([0, 1, 7, -1], device="cuda")
+    assert general.spmv(values, columns, offsets, x).tolist() == [2.0, 0.0]
+    with pytest.raises(KernelArgumentError, match="columns"):
+        general.spmv(values, columns, offsets, x, check_indices=True)
+    with pytest.raises(KernelArgumentError, match="offsets"):
+        general.spmv(values, columns.clamp(0, 2), offsets.flip(0), x, check_indices=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from billfish.kernels import general
-from billfish.kernels.general import monte_carlo, monte_carlo_gpu, nbody_gpu, stencil_gpu
+from billfish.kernels.general import monte_carlo, monte_carlo_gpu, nbody_gpu, spmv_gpu, stencil_gpu
 
 ROUNDING = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 2.0**-11}
 
@@ -88,3 +88,32 @@ def test_option_price(steps, kind):
     paths = monte_carlo_gpu.market_paths(CONTRACTS, 77, steps, seed, block=64)
     close(paths, torch.ops.billfish.market_paths(CONTRACTS, 77, steps, seed), 1e-6)
     assert monte_carlo_gpu.option_price(CONTRACTS[:0], 9, 1, kind, True, 0).shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "index", "vectors"),
+    [
+        (torch.float32, torch.int32, 1),
+        (torch.float16, torch.int64, 3),
+        (torch.float64, torch.int32, 1),
+    ],
+)
+def test_spmv(dtype, index, vectors):
+    for lengths in ([0, 3, 1, 0, 200, 5, 130, 64, 65, 0], [0, 0], [2] * 70):
+        offsets = torch.tensor([0, *lengths]).cumsum(0).to(index)
+        values, x = draw(int(offsets[-1]), dtype=dtype), draw(vectors, 50, dtype=dtype, seed=1).t()
+        columns = (torch.arange(len(values)) * 17 % 50).to(index)
+        want = general.spmv_reference(values.double(), columns, offsets, x.double())
+        for balanced in (True, False):
+            got = spmv_gpu.spmv(values, columns, offsets, x, balanced=balanced, piece=64)
+            close(got, want, max(ROUNDING[dtype], 1e-13) * 4)
+
+
+def test_spmv_reads_nothing_outside():
+    """What is wrong with indices a GPU cannot say."""
+    values, x = torch.ones(200), torch.ones(50, 1)
+    columns = torch.arange(200) - 75
+    offsets = torch.tensor([-5, 200, 3, 9999, 9, 200])
+    got = spmv_gpu.spmv(values, columns, offsets, x, piece=64)
+    assert got[0] == 50
+    assert got[1] == got[3] == 0

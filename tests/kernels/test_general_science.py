@@ -223,6 +223,44 @@ def test_options_of_no_risk_and_of_no_contracts():
     assert none.shape == (0, 2)
 
 
+def sparse(lengths, columns, dtype=torch.float32, index=torch.int64):
+    """Values, columns and offsets of a matrix whose rows have the lengths given."""
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    stored = int(offsets[-1])
+    rng = torch.Generator().manual_seed(1)
+    at = torch.randint(0, columns, (stored,), generator=rng)
+    return draw(stored, dtype=dtype), at.to(index), offsets.to(index)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_spmv(dtype, index):
+    for lengths in ([0], [3], [0, 5, 0, 0, 200, 1], [2] * 30):
+        values, columns, offsets = sparse(lengths, 40, dtype, index)
+        for x in (draw(40, dtype=dtype), draw(40, 3, dtype=dtype), draw(5, 40, dtype=dtype).t()):
+            wide = general.spmv_reference(values.double(), columns, offsets, x.double())
+            got = general.spmv(values, columns, offsets, x)
+            torch.testing.assert_close(
+                got.double(), wide, rtol=ROUNDING[dtype], atol=20 * torch.finfo(torch.float32).eps
+            )
+            assert got.dtype == dtype
+            assert got.is_contiguous()
+    assert general.spmv(values, columns, offsets[:1], x).shape == (0, 5)
+    # Offsets may be of a part of the elements.
+    part = offsets[5:20]
+    want = general.spmv_reference(values.double(), columns, part, x.double())
+    close(general.spmv(values, columns, part, x), want, 2.0**-7)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_spmv_is_a_dense_product():
+    dense = draw(9, 7) * (draw(9, 7, seed=1) > 0)
+    csr = dense.to_sparse_csr()
+    x = draw(7, 2, seed=2)
+    got = general.spmv(csr.values(), csr.col_indices(), csr.crow_indices(), x)
+    close(got, dense.double() @ x.double())
+
+
 BAD = {
     "heat shape": lambda: general.heat_equation(draw(3, 3), 0.1),
     "heat dtype": lambda: general.heat_equation(draw(3, 3, 3).int(), 0.1),
@@ -252,6 +290,23 @@ BAD = {
     "option gradient": lambda: general.market_paths(
         draw(3).abs().requires_grad_(), 0, 1, 1, paths=9
     ),
+    "spmv values": lambda: general.spmv(draw(2, 2), *sparse([2], 3)[1:], draw(3)),
+    "spmv columns": lambda: general.spmv(
+        draw(2), torch.zeros(3, dtype=torch.int64), torch.tensor([0, 2]), draw(3)
+    ),
+    "spmv column dtype": lambda: general.spmv(draw(2), draw(2), torch.tensor([0, 2]), draw(3)),
+    "spmv no offsets": lambda: general.spmv(*sparse([2], 3)[:2], torch.tensor([]).int(), draw(3)),
+    "spmv x dtype": lambda: general.spmv(*sparse([2], 3), draw(3).double()),
+    "spmv x shape": lambda: general.spmv(*sparse([2], 3), draw(3, 1, 1)),
+    "spmv order": lambda: general.spmv(*sparse([2], 3)[:2], torch.tensor([0, 2, 1]), draw(3)),
+    "spmv end": lambda: general.spmv(*sparse([2], 3)[:2], torch.tensor([0, 3]), draw(3)),
+    "spmv column": lambda: general.spmv(
+        draw(2), torch.tensor([0, 3]), torch.tensor([0, 2]), draw(3)
+    ),
+    "spmv negative column": lambda: general.spmv(
+        draw(2), torch.tensor([0, -1]), torch.tensor([0, 2]), draw(3)
+    ),
+    "spmv gradient": lambda: general.spmv(*sparse([2], 3), draw(3).requires_grad_()),
     "heat device": lambda: general.heat_equation(draw(3, 3, 3).to("meta"), 0.1),
 }
 
@@ -268,6 +323,7 @@ def test_operations_as_torch_sees_them():
     for op, arguments in (
         (ops.heat_equation, (draw(2, 3, 4), 0.1, 0.1, 0.2, 2, "neumann", 0.0)),
         (ops.nbody_acceleration, (draw(5, 3), draw(5), 0.1, 1.0)),
+        (ops.spmv, (*sparse([2, 0, 3], 4), draw(4, 2))),
         (ops.option_price, (contracts, 50, 3, "asian", False, 1)),
         (ops.market_paths, (contracts, 50, 3, 1)),
     ):

@@ -49,6 +49,7 @@ from billfish.kernels.general.silu_mul import (
 )
 from billfish.kernels.general.softmax import softmax, softmax_backward_reference, softmax_reference
 from billfish.kernels.general.sort import sort, sort_reference
+from billfish.kernels.general.spmv import spmv, spmv_reference
 from billfish.kernels.general.stencil import heat_equation, heat_equation_reference
 from billfish.kernels.general.transpose import transpose, transpose_reference
 
@@ -101,6 +102,8 @@ __all__ = [
     "softmax_reference",
     "sort",
     "sort_reference",
+    "spmv",
+    "spmv_reference",
     "transpose",
     "transpose_reference",
 ]

@@ -149,9 +149,13 @@ class Linear(nn.Module):
     batch_invariant: a row's result does not depend on how many other rows there are; it may be set
     at any time. Libraries choose how they add up by the shape of a product, so all are made alike:
     of ROWS rows, filled up with zeros.
+
+    q8_0: the weight before it was rounded to its dtype, in GGUF's Q8_0, uint8; for those who can
+    multiply with it. None where it was stored in another way.
     """
 
     ROWS = 128
+    q8_0: Tensor | None = None
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()

@@ -5,9 +5,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from billfish.checkpoint.ggml import GGMLType
 from billfish.checkpoint.gguf import GGUFFile
 from billfish.config import ModelConfig
 from billfish.errors import CheckpointError, shown
+from billfish.kernels import cpu_native
+from billfish.layers.linear import Linear
 from billfish.models.architecture import Architecture
 from billfish.models.decoder import CausalLM, tensor_shapes
 from billfish.models.gguf_config import ROPE_TENSORS
@@ -81,7 +84,10 @@ def load_model(
     """
     weights = GGUFWeights(file, config, options)
     weights.check(tensor_shapes(config))
-    return CausalLM(config, weights, max_len), weights
+    model = CausalLM(config, weights, max_len)
+    if isinstance(model.lm_head, Linear):
+        model.lm_head.q8_0 = weights.head_in_q8_0()
+    return model, weights
 
 
 class GGUFWeights(WeightSource):
@@ -142,6 +148,16 @@ class GGUFWeights(WeightSource):
         zeros, offsets = (None if t is None else t[rows] for t in (groups.zeros, groups.offsets))
         codes, scales = groups.codes[rows], groups.scales[rows]
         return Int4Groups(codes, scales, zeros, offsets, groups.group_size)
+
+    def head_in_q8_0(self) -> Tensor | None:
+        """The bytes of the head, where the file has it in Q8_0 and decoding steps may read that."""
+        name = "model.embed_tokens" if self._config.tie_embeddings else "lm_head"
+        info = self._file.tensors[self.stored_name(f"{name}.weight")]
+        readable = self.device.type == "cpu" and self.dtype == torch.bfloat16
+        if info.type != GGMLType.Q8_0 or not readable or cpu_native.why_not() is not None:
+            return None
+        # A copy: a file that is cut short while it is mapped would end the process.
+        return torch.from_numpy(self._file.data(info.name).copy())
 
     def release(self, name: str) -> None:
         self._file.release(self.stored_name(name))

@@ -67,7 +67,8 @@ class CompiledDecode:
         self.model, self.kv_cache, self._step = model, kv_cache, step
         layers, head = _layers(model), model.lm_head
         assert isinstance(head, Linear)
-        self._head: Tensor = head.weight
+        self._q8_0 = head.q8_0 is not None
+        self._head = head.weight if head.q8_0 is None else head.q8_0
         self._threads = shared(torch.get_num_threads())
         self._table = np.array(
             [_addresses(each, cache) for each, cache in zip(layers, kv_cache, strict=True)],
@@ -80,8 +81,8 @@ class CompiledDecode:
         self._sizes = np.array(
             [
                 config.hidden_size, config.intermediate_size, config.num_heads,
-                config.num_kv_heads, config.head_dim, config.rotary_dim, step.BLOCK_ROWS,
-                *strides, kv_cache.shape[3],
+                config.num_kv_heads, config.head_dim, config.rotary_dim, *strides,
+                kv_cache.shape[3],
             ],
             dtype=np.int64,
         )  # fmt: skip
@@ -100,7 +101,8 @@ class CompiledDecode:
         )  # fmt: skip
         self._own = (
             floats(threads, rows, config.hidden_size), floats(threads, rows, widest),
-            floats(threads, rows, widest // 32), floats(threads, heads, config.head_dim),
+            np.zeros((threads, rows, widest), dtype=np.int16),
+            floats(threads, rows, widest // 16), floats(threads, heads, config.head_dim),
             floats(threads, heads, max_model_len), floats(threads, heads, config.head_dim),
         )  # fmt: skip
         self._logits = floats(threads, rows, step.HEAD_ROWS)
@@ -141,7 +143,7 @@ class CompiledDecode:
         num_blocks, block_size = self.kv_cache.shape[2:4]
         if metadata.max_query_len != 1 or not 0 < count <= self._step.MAX_ROWS:
             return False
-        longest = self._own[4].shape[2] - 16
+        longest = self._own[5].shape[2] - 16
         if len(metadata.seq_lens) != count or metadata.max_seq_len > longest:
             return False
         table, lengths = metadata.block_table.numpy(), metadata.seq_lens.numpy()
@@ -193,16 +195,18 @@ class CompiledDecode:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `CausalLM.logits`."""
-        weight, count = self._head, len(hidden)
+        count = len(hidden)
         if count > self._step.MAX_ROWS:  # forks sample a row several times
             return self.model.logits(hidden)
         x = self._rows(hidden)
-        split = x.view(len(x), -1, 16, 2).transpose(2, 3).reshape(len(x), -1).contiguous()
-        out = torch.empty((count, len(weight)), dtype=torch.bfloat16)
+        if not self._q8_0:
+            x = x.view(len(x), -1, 16, 2).transpose(2, 3).reshape(len(x), -1).contiguous()
+        size = self.model.config.vocab_size
+        out = torch.empty((count, size), dtype=torch.bfloat16)
         self._sync[:] = 0
         arguments = (
-            self._sync, weight.data_ptr(), len(weight), weight.shape[1], count, len(x),
-            split.numpy(), self._logits, out.data_ptr(),
+            self._sync, self._head.data_ptr(), self._q8_0, size, x.shape[1], count, len(x),
+            x.numpy(), self._logits, out.data_ptr(),
         )  # fmt: skip
         self._threads.run(lambda thread: self._step.head(thread, *arguments))
         return out

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from billfish.config import CacheConfig, ModelConfig
 from billfish.kernels import cpu_native, marlin
 from billfish.kernels.cpu_native.threads import Threads
 from billfish.kernels.paged_attention import AttentionMetadata
-from billfish.layers.linear import QuantLinear
+from billfish.layers.linear import Linear, QuantLinear
 from billfish.models.decoder import CausalLM
 from billfish.models.random_weights import SHAPES, RandomWeights
 from billfish.worker.compiled_decode import CompiledDecode, why_not
@@ -143,15 +144,43 @@ def test_a_product_is_that_of_the_dequantized_weight(group_size: int, kind: str)
     codes, pairs = weight.tensors
     table = np.zeros((1, 19), dtype=np.int64)
     table[0, step.QKV : step.QKV + 4] = codes.data_ptr(), pairs.data_ptr(), 0, k // len(pairs)
-    for rows in (1, 2, 4, 8):
-        x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows))
-        out, sums = np.zeros((rows, 128), np.float32), np.zeros((rows, k), np.float32)
-        sync = np.zeros(16, dtype=np.int64)
-        step._product(x.numpy(), rows, k, table, 0, step.QKV, n, 64, sums, out, sync, 0)
-        expected = x.double() @ _as_multiplied(weight).T
-        assert far(torch.from_numpy(out[:, :n].copy()), expected) < 2e-6
-        # Behind the last row there is padding, with scales of nothing.
-        assert not out[:, n:].any()
+    for rows, threads in ((1, 2), (2, 2), (4, 2), (8, 2), (1, 3), (4, 3)):
+        draw = torch.Generator().manual_seed(rows)
+        # x is multiplied as 16-bit integers with a scale a group: these are such.
+        exact = torch.randint(-32767, 32768, (rows, k), generator=draw).float() / 1024
+        exact[:, ::32] = 32767 / 1024
+        for x, most in ((exact, 2e-6), (torch.randn(rows, k, generator=draw), 5e-5)):
+            out, found = np.zeros((rows, 128), np.float32), np.zeros((rows, k), np.float32)
+            sync, short = np.zeros(16, dtype=np.int64), np.zeros((rows, k), np.int16)
+            step._product(
+                x.numpy(), rows, k, table, 0, step.QKV, n, threads, short, found, out, sync, 0
+            )
+            expected = x.double() @ _as_multiplied(weight).T
+            assert far(torch.from_numpy(out[:, :n].copy()), expected) < most
+            # Behind the last row there is padding, with scales of nothing.
+            assert not out[:, n:].any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 1e-38])
+def test_what_cannot_be_an_integer(value: float) -> None:
+    """In a product: nothing finite where it is none, nothing where there is nothing."""
+    import numpy as np
+
+    products = cpu_native.load().p
+    x = np.full(64, value, dtype=np.float32)
+    x[32:] = np.arange(32) - 7
+    codes, found = np.ones(64, dtype=np.int16), np.ones(4, dtype=np.float32)
+
+    @import_module("numba").njit
+    def call(x: int, codes: int, found: int) -> None:
+        products.quantize(x, 2, 32, codes, found)
+
+    call(x.ctypes.data, codes.ctypes.data, found.ctypes.data)
+    assert not codes[:32].any()
+    assert not np.isfinite(found[0]) if not 0 <= value < 1 else found[0] * 0 == 0
+    assert list(codes[32:]) == list(np.rint(x[32:] * 32767 / 24))
+    assert found[2] == np.float32(24 / 32767)
+    assert found.view(np.int32)[3] == codes[32:].sum()
 
 
 def _as_multiplied(weight: marlin.PackedWeight) -> Tensor:
@@ -163,9 +192,38 @@ def _as_multiplied(weight: marlin.PackedWeight) -> Tensor:
     return (codes - 8) * wide[0] + wide[1]
 
 
+def in_q8_0(head: Linear) -> Tensor:
+    """Rounds a head to 8 bits, in place, and gives it as GGUF stores it; float64 [n, k] with it."""
+    blocks = head.weight.float().view(-1, 32)
+    scales = (blocks.abs().amax(dim=1, keepdim=True) / 127).half()
+    codes = (blocks / scales.float()).round().clamp(-128, 127).to(torch.int8)
+    exact = (codes.double() * scales.double()).view(head.weight.shape)
+    head.weight.copy_(exact)
+    head.q8_0 = torch.cat((scales.view(torch.uint8), codes.view(torch.uint8)), dim=1)
+    return exact
+
+
 @torch.inference_mode()
-def test_a_row_does_not_depend_on_the_others() -> None:
+def test_a_head_in_8_bits_is_read_as_it_is_stored() -> None:
+    model, cache = model_and_cache(replace(CONFIG, vocab_size=301))
+    exact = in_q8_0(model.lm_head)
+    compiled = compiled_of(model, cache)
+    for rows in (1, 3, 8):
+        hidden = torch.randn(rows, CONFIG.hidden_size, generator=torch.Generator().manual_seed(1))
+        hidden = hidden.bfloat16()
+        logits = compiled.logits(hidden)
+        expected = hidden.double() @ exact.T
+        # Nothing is rounded but the result; torch's weights are, too.
+        assert bool(((logits - expected).abs() <= 2**-8 * expected.abs() + 1e-5).all())
+        assert far(logits, model.logits(hidden)) < 0.003
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("q8_0", [False, True])
+def test_a_row_does_not_depend_on_the_others(q8_0: bool) -> None:
     model, cache = model_and_cache(CONFIG)
+    if q8_0:
+        in_q8_0(model.lm_head)
     compiled = compiled_of(model, cache)
     ids, positions, metadata = step_of(LENGTHS)
     together = compiled.forward(ids, positions, metadata)
@@ -255,6 +313,8 @@ def test_a_whole_model(model_path, monkeypatch: pytest.MonkeyPatch) -> None:
     for switch in ("1", "0"):
         monkeypatch.setenv(cpu_native.SWITCH, switch)
         llm = LLM(str(model_path), cache=cache)
+        head = llm.executor.model.lm_head.q8_0  # of which only compiled steps know
+        assert (head is not None) == (switch == "1")
         steps.clear()
         outputs.append(llm.generate([prompt] * 3, params))
         assert len(steps) == (11 if switch == "1" else 0)

@@ -7,25 +7,26 @@ cheap for all (norms, the activation) each does for itself.
 """
 
 import math
+import zlib
+from pathlib import Path
+from typing import Any
 
 import numba
 from numba import njit
 
+from billfish.kernels.cpu_native import products as p
 from billfish.kernels.cpu_native import vector as v
 
 # A layer's row in a model's table, int64: addresses of the two norms' weights and of the layer's
 # cache; then, of each INT4 layer, those of codes, pairs and bias (0: none), and its group size.
 INPUT_NORM, POST_NORM, CACHE, QKV, O_PROJ, GATE_UP, DOWN = 0, 1, 2, 3, 7, 11, 15
 
-# Sizes, int64: hidden, inner, heads, KV heads, head_dim, rotary_dim, weight rows in a block of
-# codes; of the cache the bytes from a key to its value, from block to block, token to token and
-# head to head, and the tokens of a block.
+# Sizes, int64: hidden, inner, heads, KV heads, head_dim, rotary_dim; of the cache the bytes from a
+# key to its value, from block to block, token to token and head to head, and the tokens of a block.
 
 PHASES = 5
 """Of a layer."""
 MAX_ROWS = 8
-BLOCK_ROWS = 64
-"""Weight rows in a block of codes, what the loops are written for: torch's with AVX-512."""
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 
 
@@ -70,121 +71,43 @@ def _normalize(residual, added, add, weight, eps, rows, size, out):
             out[m, i] = v.rounded(residual[m, i] * factor * v.bfloat16_at(weight + 2 * i))
 
 
-@njit(error_model="numpy", nogil=True, fastmath=_FAST)
-def _sum_groups(x, rows, columns, size, sums):
-    for m in range(rows):
-        for g in range(columns // size):
-            total = numba.float32(0)
-            for i in range(g * size, (g + 1) * size):
-                total += x[m, i]
-            sums[m, g] = total
-
-
 @njit(error_model="numpy", nogil=True)
-def _product(x, rows, columns, table, layer, which, n, block, sums, out, sync, phase):
-    """out := x times an INT4 weight: the blocks of 32 rows that no other thread has taken."""
-    codes, pairs = table[layer, which], table[layer, which + 1]
+def _product(x, rows, columns, table, layer, which, n, threads, codes, found, out, sync, phase):
+    """out := x times an INT4 weight: those of its blocks of rows that no other thread has taken.
+
+    Blocks that do not go round are taken by halves.
+    """
+    weights, pairs = table[layer, which], table[layer, which + 1]
     bias, size = table[layer, which + 2], table[layer, which + 3]
-    _sum_groups(x, rows, columns, size, sums)
-    half = block // 2
-    padded = (n + block - 1) // block * block
-    total = padded // block
-    counter = _address(sync) + 64 + 8 * phase
-    at, x_step = _address(x), x.strides[0]
-    sum_at, sum_step = _address(sums), sums.strides[0]
-    out_at, out_step = _address(out), out.strides[0]
     groups = columns // size
+    for m in range(rows):
+        p.quantize(_address(x[m]), groups, size, _address(codes[m]), _address(found[m]))
+    half = p.BLOCK_ROWS // 2
+    blocks = (n + p.BLOCK_ROWS - 1) // p.BLOCK_ROWS
+    most = 2 if half == 32 and rows < 8 else 1
+    whole = blocks - blocks % threads if most == 2 else 0
+    each = half // 16
+    counter = _address(sync) + 64 + 8 * phase
     while True:
         unit = v.atomic_add(counter, 1)
-        if unit >= total:
+        parts = most
+        block, part = unit, 0
+        if unit >= whole:
+            block, part = whole + (unit - whole) // each, (unit - whole) % each
+            parts = 1
+        if block >= blocks:
             break
-        row = unit * block
-        c = codes + unit * columns * half
-        p = pairs + 4 * row
-        o = out_at + 4 * row
-        if rows == 1:
-            v.int4_1(
-                c,
-                half,
-                p,
-                4 * padded,
-                half,
-                at,
-                x_step,
-                sum_at,
-                sum_step,
-                groups,
-                size,
-                o,
-                out_step,
-            )
-        elif rows == 2:
-            v.int4_2(
-                c,
-                half,
-                p,
-                4 * padded,
-                half,
-                at,
-                x_step,
-                sum_at,
-                sum_step,
-                groups,
-                size,
-                o,
-                out_step,
-            )
-        elif rows == 4:
-            v.int4_4(
-                c,
-                half,
-                p,
-                4 * padded,
-                half,
-                at,
-                x_step,
-                sum_at,
-                sum_step,
-                groups,
-                size,
-                o,
-                out_step,
-            )
-        else:
-            v.int4_8(
-                c,
-                half,
-                p,
-                4 * padded,
-                half,
-                at,
-                x_step,
-                sum_at,
-                sum_step,
-                groups,
-                size,
-                o,
-                out_step,
-            )
-            v.int4_8(
-                c + 16,
-                half,
-                p + 64,
-                4 * padded,
-                half,
-                at,
-                x_step,
-                sum_at,
-                sum_step,
-                groups,
-                size,
-                o + 64,
-                out_step,
-            )
+        row = block * p.BLOCK_ROWS + 16 * part
+        p.int4(
+            rows, parts, weights + block * columns * half + 16 * part, pairs + 4 * row,
+            4 * blocks * p.BLOCK_ROWS, _address(codes), codes.strides[0], _address(found),
+            found.strides[0], groups, size, _address(out) + 4 * row, out.strides[0],
+        )  # fmt: skip
         if bias != 0:
-            for m in range(rows):
-                for i in range(row, min(n, row + block)):
-                    out[m, i] = v.rounded(out[m, i]) + v.bfloat16_at(bias + 2 * i)
+            for high in (0, half):
+                for m in range(rows):
+                    for i in range(row + high, min(n, row + high + 16 * parts)):
+                        out[m, i] = v.rounded(out[m, i]) + v.bfloat16_at(bias + 2 * i)
 
 
 @njit(error_model="numpy", nogil=True)
@@ -211,8 +134,8 @@ def _attend(
 ):
     """Writes a request's new key and value of one KV head, then attends with its query heads."""
     heads, kv_heads, dim, rotary = sizes[2], sizes[3], sizes[4], sizes[5]
-    value, block_step, token_step, head_step = sizes[7], sizes[8], sizes[9], sizes[10]
-    size = sizes[11]
+    value, block_step, token_step, head_step = sizes[6], sizes[7], sizes[8], sizes[9]
+    size = sizes[10]
     key = cache + slot // size * block_step + slot % size * token_step + kv_head * head_step
     _turn(qkv, m, (heads + kv_head) * dim, dim, rotary, angles, turned, 0, False)
     first = (heads + kv_heads + kv_head) * dim
@@ -230,27 +153,17 @@ def _attend(
         for h in range(0, many, 4):
             t = 0
             while t + 4 <= count:
-                v.dots_4(
-                    keys + t * token_step,
-                    token_step,
-                    query + h * query_step,
-                    query_step,
-                    dim // 32,
-                    at + h * step + 4 * (start + t),
-                    step,
-                )
+                p.bfloat16_dots(
+                    4, 4, keys + t * token_step, token_step, query + h * query_step, query_step,
+                    dim // 32, at + h * step + 4 * (start + t), step,
+                )  # fmt: skip
                 t += 4
             while t < count:
                 for each in range(h, min(many, h + 4)):
-                    v.dot(
-                        keys + t * token_step,
-                        token_step,
-                        query + each * query_step,
-                        query_step,
-                        dim // 32,
-                        at + each * step + 4 * (start + t),
-                        step,
-                    )
+                    p.bfloat16_dots(
+                        1, 1, keys + t * token_step, token_step, query + each * query_step,
+                        query_step, dim // 32, at + each * step + 4 * (start + t), step,
+                    )  # fmt: skip
                 t += 1
     vectors = (length + 15) // 16
     for h in range(many):
@@ -285,59 +198,24 @@ def _attend(
             out[m, (kv_head * many + h) * dim + i] = v.rounded(mixed[h, place] * mixed[h, dim])
 
 
-@njit(error_model="numpy", nogil=True, cache=True)
-def layers(
-    thread,
-    threads,
-    sync,
-    table,
-    sizes,
-    eps,
-    scale,
-    real,
-    rows,
-    x,
-    positions,
-    cos_sin,
-    slots,
-    block_table,
-    seq_lens,
-    qkv,
-    attended,
-    gate_up,
-    projected,
-    residuals,
-    inputs,
-    sums,
-    turned,
-    scores,
-    mixed,
-    final_norm,
-    out,
-):
+@njit(error_model="numpy", nogil=True)
+def _layers(
+    thread, threads, sync, table, sizes, eps, scale, real, rows, x, positions, cos_sin, slots,
+    block_table, seq_lens, qkv, attended, gate_up, projected, residuals, inputs, codes, found,
+    turned, scores, mixed, final_norm, out,
+):  # fmt: skip
     """x: float32 [rows, hidden]; out: address of bfloat16 [real, hidden]."""
     hidden, inner, heads, kv_heads = sizes[0], sizes[1], sizes[2], sizes[3]
-    dim, rotary, block = sizes[4], sizes[5], sizes[6]
-    residual, mine, my_sums = residuals[thread], inputs[thread], sums[thread]
+    dim, rotary = sizes[4], sizes[5]
+    residual, mine, codes, found = residuals[thread], inputs[thread], codes[thread], found[thread]
     residual[:rows, :hidden] = x[:rows]
     phase = 0
     for layer in range(table.shape[0]):
-        _normalize(
-            residual, projected, layer > 0, table[layer, INPUT_NORM], eps, rows, hidden, mine
-        )
+        norm = table[layer, INPUT_NORM]
+        _normalize(residual, projected, layer > 0, norm, eps, rows, hidden, mine)
+        merged = (heads + 2 * kv_heads) * dim
         _product(
-            mine,
-            rows,
-            hidden,
-            table,
-            layer,
-            QKV,
-            (heads + 2 * kv_heads) * dim,
-            block,
-            my_sums,
-            qkv,
-            sync,
-            phase,
+            mine, rows, hidden, table, layer, QKV, merged, threads, codes, found, qkv, sync, phase
         )
         _wait(sync, phase, threads)
         phase += 1
@@ -348,62 +226,32 @@ def layers(
                 break
             m = unit // kv_heads
             _attend(
-                qkv,
-                m,
-                unit % kv_heads,
-                sizes,
-                table[layer, CACHE],
-                cos_sin + 4 * rotary * positions[m],
-                slots[m],
-                block_table[m],
-                seq_lens[m],
-                scale,
-                turned[thread],
-                scores[thread],
-                mixed[thread],
-                attended,
-            )
+                qkv, m, unit % kv_heads, sizes, table[layer, CACHE],
+                cos_sin + 4 * rotary * positions[m], slots[m], block_table[m], seq_lens[m], scale,
+                turned[thread], scores[thread], mixed[thread], attended,
+            )  # fmt: skip
         _wait(sync, phase, threads)
         phase += 1
         _product(
-            attended,
-            rows,
-            heads * dim,
-            table,
-            layer,
-            O_PROJ,
-            hidden,
-            block,
-            my_sums,
-            projected,
-            sync,
-            phase,
-        )
+            attended, rows, heads * dim, table, layer, O_PROJ, hidden, threads, codes, found,
+            projected, sync, phase,
+        )  # fmt: skip
         _wait(sync, phase, threads)
         phase += 1
         _normalize(residual, projected, True, table[layer, POST_NORM], eps, rows, hidden, mine)
         _product(
-            mine,
-            rows,
-            hidden,
-            table,
-            layer,
-            GATE_UP,
-            2 * inner,
-            block,
-            my_sums,
-            gate_up,
-            sync,
-            phase,
-        )
+            mine, rows, hidden, table, layer, GATE_UP, 2 * inner, threads, codes, found, gate_up,
+            sync, phase,
+        )  # fmt: skip
         _wait(sync, phase, threads)
         phase += 1
         for m in range(rows):
-            gate = _address(gate_up) + m * gate_up.strides[0]
-            v.silu_mul(gate, gate + 4 * inner, _address(mine) + m * mine.strides[0], inner // 16)
+            gate = _address(gate_up[m])
+            v.silu_mul(gate, gate + 4 * inner, _address(mine[m]), inner // 16)
         _product(
-            mine, rows, inner, table, layer, DOWN, hidden, block, my_sums, projected, sync, phase
-        )
+            mine, rows, inner, table, layer, DOWN, hidden, threads, codes, found, projected, sync,
+            phase,
+        )  # fmt: skip
         _wait(sync, phase, threads)
         phase += 1
     if thread == 0:
@@ -417,43 +265,56 @@ HEAD_ROWS = 256
 """Tokens of the vocabulary that a thread takes at a time."""
 
 
-@njit(error_model="numpy", nogil=True, cache=True)
-def head(thread, sync, weight, n, columns, real, rows, x, found, out):
-    """out bfloat16 [real, n] := x times a bfloat16 weight [n, columns]; x is split."""
+@njit(error_model="numpy", nogil=True)
+def _head(thread, sync, weight, q8_0, n, columns, real, rows, x, found, out):
+    """out bfloat16 [real, n] := x times a weight [n, columns] in Q8_0, or bfloat16 and x split."""
     at, x_step = _address(x), x.strides[0]
     mine = found[thread]
     o, o_step = _address(mine), mine.strides[0]
-    step, steps = 2 * columns, columns // 32
+    steps = columns // 32
+    step = steps * (p.Q8_0_BYTES if q8_0 else 64)
+    width = 2 if rows == 8 else 4
     while True:
         start = v.atomic_add(_address(sync) + 64, 1) * HEAD_ROWS
         if start >= n:
             break
         count = min(HEAD_ROWS, n - start)
-        first = weight + start * step
         i = 0
-        width = 2 if rows == 8 else 4
-        while i + width <= count:
-            if rows == 1:
-                v.dots_1(first + i * step, step, at, x_step, steps, o + 4 * i, o_step)
-            elif rows == 2:
-                v.dots_2(first + i * step, step, at, x_step, steps, o + 4 * i, o_step)
-            elif rows == 4:
-                v.dots_4(first + i * step, step, at, x_step, steps, o + 4 * i, o_step)
-            else:
-                v.dots_8(first + i * step, step, at, x_step, steps, o + 4 * i, o_step)
-            i += width
         while i < count:
-            for m in range(rows):
-                v.dot(
-                    first + i * step,
-                    step,
-                    at + m * x_step,
-                    x_step,
-                    steps,
-                    o + m * o_step + 4 * i,
-                    o_step,
-                )
-            i += 1
+            many = width if i + width <= count else 1
+            w = weight + (start + i) * step
+            if q8_0:
+                p.q8_0_dots(rows, many, w, step, at, x_step, steps, o + 4 * i, o_step)
+            else:
+                p.bfloat16_dots(rows, many, w, step, at, x_step, steps, o + 4 * i, o_step)
+            i += many
         for m in range(real):
             for i in range(count):
                 v.put_bfloat16(out + 2 * (m * n + start + i), mine[m, i])
+
+
+def _entry_points(version: int) -> tuple[Any, Any]:
+    """The functions that numba keeps on disk. It compiles them anew when this file has changed, and
+    when what they close over has: so the version is that of the other files."""
+
+    @njit(error_model="numpy", nogil=True, cache=True)
+    def layers(*arguments):
+        if version >= 0:
+            _layers(*arguments)
+
+    @njit(error_model="numpy", nogil=True, cache=True)
+    def head(*arguments):
+        if version >= 0:
+            _head(*arguments)
+
+    return layers, head
+
+
+def _version() -> int:
+    checksum = p.BLOCK_ROWS
+    for name in ("products.py", "vector.py"):
+        checksum = zlib.crc32(Path(__file__).with_name(name).read_bytes(), checksum)
+    return checksum
+
+
+layers, head = _entry_points(_version())

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from billfish.bench.general_case import Case, compiled, relative_error, with_cupy
 from billfish.kernels import general
@@ -29,6 +30,8 @@ def cases() -> list[Case]:
         histogram(1 << 28, 100_000, False),
         compact(1 << 28, 0.5),
         compact(1 << 28, 0.05),
+        elementwise(32768, 8192, torch.bfloat16),
+        elementwise(16384, 8192, torch.float32),
         sort(1, 1 << 27, torch.int32, False),
         sort(1, 1 << 27, torch.int64, False),
         sort(1, 1 << 27, torch.float32, True),
@@ -45,6 +48,7 @@ def tiny() -> list[Case]:
         transpose(70, 33, torch.float32),
         histogram(2000, 40, True),
         compact(1000, 0.5),
+        elementwise(5, 40, torch.float32),
         sort(1, 60, torch.int32, False),
         sort(2, 50, torch.float16, True),
     ]
@@ -250,4 +254,37 @@ def sort(rows: int, n: int, dtype: torch.dtype, pairs: bool) -> Case:
         peers={"torch": by_torch}
         | ({} if dtype == torch.bfloat16 else {"cub": with_cupy(by_cupy)}),
         settings={"one sweep": {"off": off}}, tolerance=0.0,
+    )  # fmt: skip
+
+
+CHAIN = "silu(x) * y + 0.5 * z"
+
+
+def elementwise(rows: int, n: int, dtype: torch.dtype) -> Case:
+    """Five operations of two matrices and a row."""
+
+    def draw(device: torch.device) -> tuple[Tensor, ...]:
+        shapes = ((rows, n), (rows, n), (n,))
+        return tuple(torch.randn(shape, device=device).to(dtype) for shape in shapes)
+
+    def off(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        from billfish.kernels.general import elementwise_gpu
+
+        return elementwise_gpu.elementwise([x, y, z], CHAIN, ["x", "y", "z"], fused=False)
+
+    def chain(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        return functional.silu(x) * y + 0.5 * z
+
+    def by_cupy(cupy: Any, x: Any, y: Any, z: Any) -> Any:
+        body = "w = x / (1 + exp(-x)) * y + 0.5f * z"
+        return cupy.ElementwiseKernel("T x, T y, T z", "T w", body, "silu_chain")(x, y, z)
+
+    return Case(
+        domain=DOMAIN, kernel="elementwise", size=f"{CHAIN}, {rows} x {n}", dtype=dtype,
+        draw=draw, run=lambda x, y, z: general.elementwise(CHAIN, x=x, y=y, z=z),
+        reference=lambda x, y, z: chain(x.double(), y.double(), z.double()),
+        read=(2 * rows + 1) * n * dtype.itemsize, written=rows * n * dtype.itemsize,
+        peers={"torch": chain, "torch.compile": compiled(chain)}
+        | ({} if dtype == torch.bfloat16 else {"cupy": with_cupy(by_cupy)}),
+        settings={"fused": {"off": off}},
     )  # fmt: skip

@@ -11,6 +11,7 @@ from billfish.kernels.general import (
     adamw_gpu,
     compact_gpu,
     cross_entropy_gpu,
+    elementwise_gpu,
     gpu,
     histogram_gpu,
     layer_norm_gpu,
@@ -23,6 +24,7 @@ from billfish.kernels.general import (
     sort_gpu,
     transpose_gpu,
 )
+from billfish.kernels.general.elementwise import FUNCTIONS
 from billfish.worker import step_inputs, step_inputs_gpu
 from tests.compile.offline import MachineCode, fake_device, machine_code
 
@@ -291,3 +293,26 @@ def test_sort(monkeypatch):
         assert ("ATOMG" in code.sass) == one_sweep
         other = "_all_digits_kernel" if one_sweep else "_count_kernel"
         of_both(monkeypatch, sort_gpu, other, launch)
+
+
+def test_elementwise(monkeypatch):
+    half = torch.empty(4096, 4096, dtype=torch.bfloat16)
+    for inputs, wide in (([half, half, half], True), ([half, half[0], half.mT], False)):
+        launch = lambda i=inputs: elementwise_gpu.elementwise(  # noqa: E731
+            i, "silu(x) * y + 0.5 * z", ["x", "y", "z"]
+        )
+        code = of_both(monkeypatch, elementwise_gpu, "_elementwise_kernel", launch)
+        # A row that is repeated is read 16 bytes at a time too; a transposed matrix is not.
+        assert code.count("LDG.E.128") >= (3 if wide else 2)
+        assert code.count("STG.E.128") > 0
+
+
+def test_every_function_of_elementwise(monkeypatch):
+    """All compile, in every dtype that computes them."""
+    one = [f"{name}(x)" for name, count in FUNCTIONS.items() if count == 1]
+    floats = " + ".join([*one, "minimum(x, 2)", "maximum(x, x * x)", "-x", "x / 3"])
+    whole = "where((x > 2) & ~(x == 5) | (x <= -7), -abs(x) * 3, maximum(x, 1) - (x | 8))"
+    for dtype, chain in ((torch.float32, floats), (torch.float64, floats), (torch.int64, whole)):
+        x = torch.empty(4096, dtype=dtype)
+        launch = lambda x=x, e=chain: elementwise_gpu.elementwise([x], e, ["x"])  # noqa: E731
+        compiled(monkeypatch, elementwise_gpu, "_elementwise_kernel", launch, 90)

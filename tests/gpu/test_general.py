@@ -11,6 +11,7 @@ from billfish.kernels import general
 from billfish.kernels.general import (
     adamw_gpu,
     compact_gpu,
+    elementwise_gpu,
     gpu,
     histogram_gpu,
     layer_norm_gpu,
@@ -22,6 +23,7 @@ from billfish.kernels.general import (
     sort_gpu,
     transpose_gpu,
 )
+from tests.kernels.elementwise_cases import CHAINS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -230,6 +232,28 @@ def test_sort_of_one_digit_and_of_what_is_sorted():
         want = x.sort(stable=True)
         assert torch.equal(keys, want.values)
         assert torch.equal(moved, want.indices)
+
+
+@pytest.mark.parametrize("expression", CHAINS)
+def test_elementwise(expression):
+    inputs = {name: x.cuda() for name, x in CHAINS[expression]().items()}
+    want = general.elementwise_reference(expression, **inputs)
+    for fused in (True, False):
+        got = elementwise_gpu.elementwise(
+            list(inputs.values()), expression, list(inputs), fused=fused
+        )
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        tight = got.dtype != torch.float16
+        torch.testing.assert_close(
+            got, want, equal_nan=True, rtol=1e-5 if tight else 2e-3, atol=1e-5 if tight else 2e-3
+        )
+
+
+def test_elementwise_of_large_tensors_and_views():
+    x, y = draw(3001, 5003), draw(5003, 3001, seed=1).mT
+    got = general.elementwise("silu(x) * y + 0.5 * z", x=x, y=y, z=x[0])
+    want = x.double().sigmoid() * x * y + 0.5 * x[0]
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_views_are_read_where_they_lie():

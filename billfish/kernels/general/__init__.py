@@ -14,6 +14,7 @@ from billfish.kernels.general.cross_entropy import (
     cross_entropy_reference,
     linear_cross_entropy,
 )
+from billfish.kernels.general.elementwise import elementwise, elementwise_reference
 from billfish.kernels.general.fft import fft, fft_reference, ifft, irfft, rfft
 from billfish.kernels.general.gelu_mul import (
     gelu_tanh_mul,
@@ -62,6 +63,8 @@ __all__ = [
     "compact_reference",
     "cross_entropy",
     "cross_entropy_reference",
+    "elementwise",
+    "elementwise_reference",
     "fft",
     "fft_reference",
     "gelu_tanh_mul",

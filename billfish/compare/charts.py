@@ -63,7 +63,8 @@ def speedup(chart: Json, width: float) -> str:
     _level(f, chart["ideal"], "ideal-scales", "")
     words = say("with scales: {x}", chart["ideal"])
     f.add(mark(text(f.x.end, f.y(chart["ideal"]) + 14, words.text, "end", "note ideal"), words))
-    _level(f, 1, "even", "FP16 (cuBLAS)", below=True)
+    _level(f, 1, "even", "")
+    f.add(text(f.x.start + 4, f.y(1) + 15, "FP16 (cuBLAS)", "start", "note"))
     for number, shape in enumerate(shapes):
         points = shape["lines"]["billfish"]
         f.add(path([(f.x(p["m"]), f.y(p["speedup"])) for p in points], f"line c{number}"))

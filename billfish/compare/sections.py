@@ -127,19 +127,19 @@ def _cases(cases: Sequence[Json]) -> str:
             bars += f'<i class="floor" style="left:{100 * case["floor_us"] / slowest:.1f}%"></i>'
         name = " ".join(part for part in (case["group"].replace("_", " "), case["case"]) if part)
         lines.append(
-            f'<tr><th scope="row">{escape(name)}</th><td class="bars">{bars}</td>'
+            f'<tr><th scope="row">{escape(name)}</th>'
+            f'<td class="ratio">{number(case["ratio"], "x")}</td><td class="bars">{bars}</td>'
             f"<td>{number(case['with_us'])}</td><td>{number(case['without_us'])}</td>"
-            f'<td class="ratio">{number(case["ratio"], "x")}</td>'
             f"<td>{number(case['bytes'], 'bytes')}</td><td>{number(case['floor_us'])}</td>"
             f"<td>{number(case['with_percent'], '%')}</td>"
             f"<td>{number(case['without_percent'], '%')}</td></tr>"
         )
     return (
         '<div class="table-wrap"><table class="cases"><thead><tr><th scope="col">case</th>'
-        '<td class="key-bars"><span class="k-with">with</span> <span class="k-without">without'
-        f'</span> <span class="k-floor">{what}</span></td><th scope="col">with, µs</th>'
-        '<th scope="col">without, µs</th><th scope="col">without / with</th>'
-        '<th scope="col">bytes</th><th scope="col">floor, µs</th>'
+        '<th scope="col">without / with</th><td class="key-bars"><span class="k-with">with</span> '
+        f'<span class="k-without">without</span> <span class="k-floor">{what}</span></td>'
+        '<th scope="col">with, µs</th><th scope="col">without, µs</th><th scope="col">bytes</th>'
+        '<th scope="col">floor, µs</th>'
         '<th scope="col">of the floor, with</th><th scope="col">without</th></tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
@@ -216,7 +216,8 @@ def _queue(picture: Json, href: Href) -> str:
     product, assumed = picture["product"], picture["assumed"]
     return figure(
         "The queue in time: a diagram",
-        both_widths(lambda width: diagrams.timeline(picture, width)),
+        both_widths(lambda width: diagrams.timeline(picture, width))
+        + charts.legend([(f"event-{lane}", words) for lane, words in diagrams.LANES.items()]),
         f"A product of {number(product['n'])} x {number(product['k'])} with "
         f"{number(product['m'])} tokens on an {picture['gpu']}: the kernel's own configuration has "
         f"{number(picture['stages'])} stages of {number(picture['stage_bytes'], 'bytes')} in a ring"
@@ -297,7 +298,7 @@ def _blocks(picture: Json, href: Href) -> str:
         "second sample of A: they share what they have in common, two references each. The first "
         f"token that A' wrote went to a copy of block {number(source)}, block {number(copy)}. C "
         "has "
-        "ended; its full blocks stay cached (hatched) until their space is needed."
+        "ended; its full blocks stay cached (dashed) until their space is needed."
         + _code(picture["code"], href),
     )
 

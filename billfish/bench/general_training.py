@@ -33,6 +33,8 @@ def cases() -> list[Case]:
         rotary_embedding(8192, 32, 8, 128, half),
         cross_entropy(4096, 128256, half),
         linear_cross_entropy(4096, 4096, 128256, 1024, half),
+        sample(256, 128256, half),
+        sample(16, 128256, half),
         adamw_step(1 << 27, torch.float32),
         adamw_step(1 << 27, half),
     ]
@@ -55,6 +57,7 @@ def tiny() -> list[Case]:
         rotary_embedding(5, 4, 2, 16, single),
         cross_entropy(6, 70, single),
         linear_cross_entropy(7, 16, 60, 3, single),
+        sample(6, 300, single),
         adamw_step(300, single),
     ]
 
@@ -449,4 +452,63 @@ def adamw_step(n: int, dtype: torch.dtype) -> Case:
         domain=DOMAIN, kernel="adamw_step", size=f"{n}", dtype=dtype, draw=draw, run=run,
         reference=wide(exact), read=n * (2 * dtype.itemsize + 8), written=n * (dtype.itemsize + 8),
         peers=peers, settings={"one pass": {"off": off}},
+    )  # fmt: skip
+
+
+TOP_K, TOP_P, TEMPERATURE = 50, 0.95, 0.8
+
+
+def sample(rows: int, size: int, dtype: torch.dtype) -> Case:
+    """Tokens of temperature, top-k and top-p. What differs by its random numbers is right where
+    every token is one of those that may be drawn."""
+
+    def draw(device: torch.device) -> tuple[Tensor, ...]:
+        logits = (3 * torch.randn(rows, size, device=device)).to(dtype)
+        return logits, torch.arange(rows, device=device)
+
+    def off(logits: Tensor, seeds: Tensor) -> Tensor:
+        from billfish.kernels.general import sample_gpu
+
+        each = seeds.double()
+        options = (TEMPERATURE, TOP_P, 0.0, 0.0)
+        numbers = torch.stack([torch.full_like(each, number) for number in options], 1)
+        integers = torch.stack((seeds, torch.full_like(seeds, TOP_K)), 1)
+        zeros = torch.zeros_like(seeds)
+        return sample_gpu.draw_tokens(logits, numbers, integers, zeros, False, bisect=False)
+
+    def kept(logits: Tensor, seeds: Tensor) -> Tensor:
+        probs, order = (
+            (logits.double() / TEMPERATURE).softmax(-1).sort(descending=True, stable=True)
+        )
+        probs[:, TOP_K:] = 0
+        probs /= probs.sum(1, keepdim=True)
+        wanted = (probs.cumsum(1) - probs < TOP_P + 1e-9) & (probs > 0)
+        return torch.zeros_like(wanted).scatter_(1, order, wanted)
+
+    def outside(tokens: Tensor, allowed: Tensor) -> float:
+        return 1.0 - float(allowed.gather(1, tokens.long().unsqueeze(1)).double().mean())
+
+    def by_torch(logits: Tensor, seeds: Tensor) -> Tensor:
+        values, order = logits.float().topk(TOP_K, -1)
+        probs = (values / TEMPERATURE).softmax(-1)
+        probs = torch.where(probs.cumsum(-1) - probs < TOP_P, probs, 0.0)
+        # The largest of probabilities over exponential numbers is drawn with those probabilities.
+        chosen = (probs / torch.empty_like(probs).exponential_()).argmax(-1, keepdim=True)
+        return order.gather(-1, chosen).squeeze(-1)
+
+    def by_flashinfer(logits: Tensor, seeds: Tensor) -> Tensor:
+        sampling = import_module("flashinfer.sampling")
+        tokens: Tensor = sampling.top_k_top_p_sampling_from_logits(
+            logits.float() / TEMPERATURE, TOP_K, TOP_P, filter_apply_order="top_k_first"
+        )
+        return tokens
+
+    return Case(
+        domain=DOMAIN, kernel="sample", size=f"{rows} x {size}", dtype=dtype, draw=draw,
+        run=lambda logits, seeds: general.sample(
+            logits, TEMPERATURE, TOP_K, TOP_P, seed=seeds),
+        reference=kept, error=outside, tolerance=0.0,
+        read=rows * size * dtype.itemsize, written=8 * rows,
+        peers={"torch": by_torch, "flashinfer": by_flashinfer},
+        settings={"bisection, no sort": {"off": off}},
     )  # fmt: skip

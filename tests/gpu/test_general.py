@@ -17,6 +17,7 @@ from billfish.kernels.general import (
     layer_norm_gpu,
     reduce_gpu,
     rotary_gpu,
+    sample_gpu,
     scan_gpu,
     segment_reduce_gpu,
     softmax_gpu,
@@ -375,6 +376,42 @@ def test_rotary_embedding(tokens, heads, key_heads, size, rotary_dim, dtype):
     out = general.rotary_embedding(*ours, positions, table)
     for part, exact in zip(torch.autograd.grad(out, ours, (query, key)), grads, strict=True):
         near(part, exact, 1e-2 if dtype != torch.float32 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (64, 300), (33, 50257), (16, 128256)])
+def test_sample(rows, size, dtype):
+    """The same tokens as on the CPU, but where float64 sums differ at the number drawn."""
+    logits = (3 * draw(rows, size)).to(dtype)
+    seeds, positions = torch.arange(rows) * 77, torch.arange(rows) % 9
+    options = [
+        torch.tensor([column[i % len(column)] for i in range(rows)])
+        for column in ((0.0, 0.3, 1.0, 2.0, 1.0), (0, 1, 40, 1000), (1.0, 0.95, 0.5), (0.0, 0.02))
+    ]
+    want = general.sample(logits.cpu(), *options, seed=seeds, position=positions)
+    on_gpu = [x.cuda() for x in (*options, seeds, positions)]
+    for _ in range(3):
+        got = general.sample(logits, *on_gpu[:4], seed=on_gpu[4], position=on_gpu[5])
+        assert int((got.cpu() != want).sum()) <= rows // 50
+    numbers = torch.stack((on_gpu[0], on_gpu[2], on_gpu[3], on_gpu[0]), 1).double()
+    integers = torch.stack((on_gpu[4], on_gpu[1]), 1)
+    sorted_ = sample_gpu.draw_tokens(logits, numbers, integers, on_gpu[5], False, bisect=False)
+    assert int((sorted_.cpu() != want).sum()) <= rows // 50
+    greedy = general.sample(logits, 0, seed=1)
+    assert torch.equal(greedy, logits.argmax(1))
+
+
+def test_sample_distribution():
+    probs = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05], device="cuda")
+    logits = probs.log().expand(200_000, -1)
+    for options, expected in (
+        ({}, [0.4, 0.3, 0.15, 0.1, 0.05]),
+        ({"top_k": 2}, [4 / 7, 3 / 7, 0, 0, 0]),
+        ({"top_p": 0.71}, [8 / 17, 6 / 17, 3 / 17, 0, 0]),
+    ):
+        shares = general.sample(logits, seed=11, **options).bincount(minlength=5) / 200_000
+        for share, p in zip(shares.tolist(), expected, strict=True):
+            assert abs(share - p) <= 5 * (p * (1 - p) / 200_000) ** 0.5 + 1e-5 * (p > 0)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -14,8 +14,10 @@ from billfish.kernels.general import (
     gpu,
     rms_norm_reference,
     sample_gpu,
+    sample_reference,
     silu_mul_reference,
 )
+from billfish.kernels.general.sample import uniform
 from billfish.sampling_params import SamplingParams
 from billfish.worker import step_inputs, step_inputs_gpu
 from billfish.worker.sampler import NO_TOKEN, sample
@@ -147,6 +149,29 @@ def test_extreme_temperatures():
     params = [SamplingParams(temperature=1e-6), SamplingParams(temperature=100.0, top_p=0.999)]
     want = sample(logits.float(), params, [1, 2], [3, 4])
     assert chosen(logits, params, [1, 2], [3, 4]) == want
+
+
+@pytest.mark.parametrize("bisect", [True, False])
+def test_draw_tokens(bisect):
+    rng = random.Random(3)
+    logits = (3 * torch.randn(8, 2 * 300)).half()[:, ::2]
+    columns = [draw_params(rng) for _ in range(8)]
+    numbers = torch.tensor([[p.temperature, p.top_p, p.min_p, 0.0] for p in columns]).double()
+    integers = torch.tensor([[rng.randrange(2**60), p.top_k] for p in columns])
+    positions = torch.arange(8)
+    drawn = uniform(integers[:, 0], positions).tolist()
+    want = [
+        sample_reference(row.double(), *numbers[i, :1].tolist(), int(integers[i, 1]),
+                         *numbers[i, 1:3].tolist(), drawn[i])
+        for i, row in enumerate(logits)
+    ]  # fmt: skip
+    got = sample_gpu.draw_tokens(logits, numbers, integers, positions, False, bisect=bisect)
+    assert got.tolist() == want
+    numbers[:, 0] = 0
+    got = sample_gpu.draw_tokens(logits, numbers, integers, positions, True, bisect=bisect)
+    assert got.tolist() == logits.argmax(1).tolist()
+    none = sample_gpu.draw_tokens(logits[:0], numbers[:0], integers[:0], positions[:0], False)
+    assert none.shape == (0,)
 
 
 @pytest.mark.parametrize("one_each", [True, False])

@@ -41,6 +41,7 @@ from billfish.kernels.general.nbody import (
 from billfish.kernels.general.reduce import reduce, reduce_reference
 from billfish.kernels.general.rms_norm import rms_norm, rms_norm_reference
 from billfish.kernels.general.rotary import rotary_embedding, rotary_embedding_reference
+from billfish.kernels.general.sample import sample, sample_reference
 from billfish.kernels.general.scan import scan, scan_reference
 from billfish.kernels.general.segment_reduce import segment_reduce, segment_reduce_reference
 from billfish.kernels.general.silu_mul import (
@@ -93,6 +94,8 @@ __all__ = [
     "rms_norm_reference",
     "rotary_embedding",
     "rotary_embedding_reference",
+    "sample",
+    "sample_reference",
     "scan",
     "scan_reference",
     "segment_reduce",

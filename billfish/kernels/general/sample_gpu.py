@@ -2,9 +2,9 @@
 
 One kernel finds the largest logits, in parts; another takes a row each and chooses.
 
-What it computes is defined by `billfish.worker.sampler`: the largest logit where the temperature is
-0, else the distribution function inverted at a number drawn from (seed, position). Probabilities
-are in float64, as there.
+What it computes is defined by `sample.py`, and by `billfish.worker.sampler` for the engine: the
+largest logit where the temperature is 0, else the distribution function inverted at a number drawn
+from (seed, position). Probabilities are in float64, as there.
 
 Top-k and top-p keep the largest probabilities down to some logit, the lowest token ids first among
 equals. That logit is found by bisection over the bit patterns of floats, which order as integers:
@@ -18,10 +18,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from billfish.kernels.general.gpu import launch_options, overlaps
+from billfish.kernels.general.gpu import _on, _rows, launch_options, overlaps
+from billfish.kernels.general.sample import NO_TOKEN, by_sort
+
+__all__ = ["NO_TOKEN", "draw_tokens", "sample"]
 
 BLOCK = 4096
-NO_TOKEN = -1
 
 
 @triton.jit
@@ -272,13 +274,15 @@ def sample(
     out: Tensor,
     *,
     greedy: bool,
+    overlap: bool = True,
 ) -> None:
     """Token ids of S rows of logits [S, V] into out int32 [S], and into token_table at [row, p].
 
     rows, positions: int32 [S], the place of each in the tables, and where its token goes. numbers:
     float64 [R, 4], integers: int64 [R, 2]; see `_sample_kernel`. token_table: int32 [R, length];
     a position past its end is not written. greedy: all temperatures are 0, so no memory is taken
-    for weights. NO_TOKEN where the logits are not numbers, or all minus infinity.
+    for weights. NO_TOKEN where the logits are not numbers, or all minus infinity. overlap: the
+    kernels may start while what ran before ends, which must have written nothing but the logits.
     """
     count, size = logits.shape
     device = logits.device
@@ -288,7 +292,7 @@ def sample(
     best = torch.empty(count, parts, dtype=torch.float32, device=device)
     where = torch.empty(count, parts, dtype=torch.int32, device=device)
     bits = torch.empty(count, parts, dtype=torch.int64, device=device)
-    pdl = overlaps(device)
+    pdl = overlap and overlaps(device)
     _largest_kernel[(count, parts)](
         logits, best, where, bits, logits.stride(0), size, PARTS=parts, BLOCK=BLOCK, PDL=pdl,
         num_warps=8, **launch_options(pdl),
@@ -299,3 +303,26 @@ def sample(
         PARTS=parts, SPACE=triton.next_power_of_2(parts), GREEDY=greedy, BLOCK=BLOCK, PDL=pdl,
         num_warps=1 if greedy else 8, **launch_options(pdl),
     )  # fmt: skip
+
+
+def draw_tokens(
+    logits: Tensor, numbers: Tensor, integers: Tensor, positions: Tensor, greedy: bool,
+    *, bisect: bool = True,
+) -> Tensor:  # fmt: skip
+    """Token ids int64 [N] of logits [N, V]; see `sample.py`.
+
+    numbers: float64 [N, 4], temperature, top_p, min_p, -; integers: int64 [N, 2], seed, top_k;
+    positions: int64 [N]. bisect: as above; else by a sort. greedy: all temperatures are 0.
+    """
+    if not bisect:
+        return by_sort(logits, numbers, integers, positions)
+    out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    if logits.shape[0]:
+        rows = torch.arange(logits.shape[0], dtype=torch.int32, device=logits.device)
+        no_table = torch.empty(logits.shape[0], 0, dtype=torch.int32, device=logits.device)
+        with _on(logits):
+            sample(
+                _rows(logits), rows, positions.contiguous(), numbers, integers, no_table, out,
+                greedy=greedy, overlap=False,
+            )  # fmt: skip
+    return out

@@ -22,7 +22,7 @@ import shlex
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -31,6 +31,7 @@ from billfish.bench import serve_plot, serve_report
 from billfish.bench.serve_report import Result
 from billfish.bench.serve_requests import (
     POOL_TEXT,
+    Arrival,
     Prompt,
     Words,
     arrivals,
@@ -146,8 +147,9 @@ async def run(options: argparse.Namespace, console: Console) -> tuple[list[Resul
         if not bodies.exact:
             console.print("lengths of prompts are approximate: they are made of words", style="dim")
         times = arrivals(
-            len(requests), options.rate, options.arrival, options.seed, options.burst_size
-        )
+            len(requests), options.rate, options.arrival, options.seed, options.burst_size,
+            options.burstiness,
+        )  # fmt: skip
         for i in range(options.warmup):
             first = await measure(
                 client.stream(bodies.path, requests[i % len(requests)]), time.perf_counter
@@ -257,12 +259,16 @@ def parser() -> argparse.ArgumentParser:
         help="requests a second; default: all at once",
     )  # fmt: skip
     when.add_argument(
-        "--arrival", choices=("poisson", "constant", "burst"), default="poisson",
+        "--arrival", choices=get_args(Arrival), default="poisson",
         help="how they are spread; default: %(default)s",
     )  # fmt: skip
     when.add_argument(
         "--burst-size", type=_positive(int), default=10, metavar="N",
         help="requests of a burst; default: %(default)s",
+    )  # fmt: skip
+    when.add_argument(
+        "--burstiness", type=_positive(float), default=1.0, metavar="SHAPE",
+        help="of gamma: 1 is poisson, less comes in clusters, more evenly; default: %(default)s",
     )  # fmt: skip
     when.add_argument(
         "--max-concurrency", type=_positive(int), metavar="N",

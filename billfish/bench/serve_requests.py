@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from billfish.errors import ConfigError
 
-Arrival = Literal["poisson", "constant", "burst"]
+Arrival = Literal["poisson", "gamma", "constant", "burst"]
 
 POOL_TEXT = (
     "The tide carries small boats past the harbour wall while gulls argue over bread, old rope "
@@ -80,11 +80,15 @@ def choose(trace: Sequence[Prompt], count: int | None, seed: int) -> list[Prompt
     return [order[i % len(order)] for i in range(count)]
 
 
-def arrivals(count: int, rate: float, kind: Arrival, seed: int, burst: int = 1) -> list[float]:
+def arrivals(
+    count: int, rate: float, kind: Arrival, seed: int, burst: int = 1, burstiness: float = 1.0
+) -> list[float]:
     """Seconds from the start at which requests arrive, on average `rate` a second.
 
-    poisson: with exponential gaps. constant: with equal ones. burst: `burst` at once, in equal
-    gaps. An infinite rate: all at once.
+    poisson: with exponential gaps. gamma: with gaps of a gamma distribution, whose shape is
+    `burstiness`: at 1 it is the exponential one, below 1 requests come in clusters, above 1 more
+    evenly. constant: with equal gaps. burst: `burst` at once, in equal gaps. An infinite rate: all
+    at once.
     """
     if rate == float("inf"):
         return [0.0] * count
@@ -95,7 +99,11 @@ def arrivals(count: int, rate: float, kind: Arrival, seed: int, burst: int = 1) 
     draw, now, times = random.Random(seed), 0.0, []
     for _ in range(count):
         times.append(now)
-        now += draw.expovariate(rate)
+        now += (
+            draw.gammavariate(burstiness, 1 / (rate * burstiness))
+            if kind == "gamma"
+            else draw.expovariate(rate)
+        )
     return times
 
 

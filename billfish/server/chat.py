@@ -11,7 +11,7 @@ from billfish.server.messages import EngineOutput, ModelInfo
 from billfish.server.schema import ChatRequest, Function, JsonObjectFormat, JsonSchemaFormat
 from billfish.server.streaming import encode, event
 from billfish.server.tool_parsers import Arguments, CallStart, Event, Text
-from billfish.server.tools import ANY_OBJECT, ToolFormat, constraint, offered
+from billfish.server.tools import ANY_OBJECT, ToolFormat, constraint, must_call, offered
 from billfish.structured_output import StructuredOutput
 
 
@@ -71,10 +71,21 @@ def _structure(request: ChatRequest, form: ToolFormat | None) -> StructuredOutpu
 
 class Choice:
     """One sample of a chat, as it is written. `take` gives the deltas of a message; their sum is
-    the message, which is how the same answer is the same whether it is streamed or not."""
+    the message, which is how the same answer is the same whether it is streamed or not.
 
-    def __init__(self, index: int, functions: list[Function], form: ToolFormat | None) -> None:
+    only_calls: the answer is calls and nothing else. What is no call then is the beginning of one
+    for which there was no room, and no text for people.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        functions: list[Function],
+        form: ToolFormat | None,
+        only_calls: bool = False,
+    ) -> None:
         self.index = index
+        self._only_calls = only_calls
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self._form = form
@@ -90,6 +101,8 @@ class Choice:
             events += self._parser.finish()
             if self._parser.num_calls and self.finish_reason == "stop":
                 self.finish_reason = "tool_calls"
+        if self._only_calls:
+            events = [each for each in events if not isinstance(each, Text)]
         return [self._delta(each, self._form) for each in events]
 
     def _delta(self, found: Event, form: ToolFormat) -> dict[str, Any]:
@@ -123,7 +136,8 @@ class ChatReply:
         self._head = {"id": f"chatcmpl-{request_id}", "created": now(), "model": model}
         self._formatter = formatter
         self._plain = not functions
-        self._choices = [Choice(i, functions, form) for i in range(request.n or 1)]
+        forced = must_call(request)
+        self._choices = [Choice(i, functions, form, forced) for i in range(request.n or 1)]
 
     async def whole(self) -> dict[str, Any]:
         """The body of an answer that is not streamed."""

@@ -81,6 +81,12 @@ def offered(request: ChatRequest) -> list[Function]:
     return [tool.function for tool in request.tools]
 
 
+def must_call(request: ChatRequest) -> bool:
+    """Whether the answer has to be calls."""
+    choice = request.tool_choice
+    return choice == "required" or isinstance(choice, NamedToolChoice)
+
+
 def constraint(
     request: ChatRequest, form: ToolFormat, answer: dict[str, Any] | None
 ) -> StructuredOutput | None:
@@ -88,7 +94,7 @@ def constraint(
     its text where response_format asks for one. None where it is free."""
     functions = offered(request)
     choice = request.tool_choice
-    forced = choice == "required" or isinstance(choice, NamedToolChoice)
+    forced = must_call(request)
     if isinstance(choice, NamedToolChoice):
         functions = [each for each in functions if each.name == choice.function.name]
     if not forced and answer is None and not any(each.strict for each in functions):

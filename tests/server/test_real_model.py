@@ -250,6 +250,19 @@ def test_a_tool_that_is_required(client):
     check_arguments(call.function.name, call.function.arguments)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_are_cut_off_leave_no_text(client, stream):
+    """However far the answer has come when it reaches its length."""
+    options = {"tools": TOOLS, "tool_choice": "required", "stream": stream}
+    for most in (1, 13, 30, 70):
+        answer = ask(client, max_tokens=most, **options)
+        if stream:
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+        else:
+            text = answer.choices[0].message.content or ""
+        assert text == ""
+
+
 def test_a_tool_that_is_named_streamed(client):
     named = {"type": "function", "function": {"name": "add"}}
     chunks = list(ask(client, tools=TOOLS, tool_choice=named, max_tokens=200, stream=True))

@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e import tiny_gguf
 from tests.server.live import ONE_REQUEST, PATIENCE, wait_until
-from tests.server.processes import alive
+from tests.server.processes import NEEDS_PROC, alive, wait_until_gone
 
 COMMAND = [sys.executable, "-m", "billfish", "serve"]
 KEY = "a-key-for-this-test"
@@ -119,6 +119,24 @@ def test_ctrl_c_ends_it_and_its_engine(model):
         server.process.send_signal(signal.SIGINT)
         assert server.wait() in (130, -signal.SIGINT)
         assert not any(alive(int(engine)) for engine in engines)
+
+
+@NEEDS_PROC
+def test_kill_9_of_the_engine_and_of_both_leaves_nothing_behind(model):
+    """The server outlives its engine and starts another; no engine outlives the server."""
+    with serving(model, "--dtype", "float32") as (server, http):
+        path = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+        (first,) = map(int, path.read_text().split())
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: http.get("/health").json()["restarts"] == 1)
+        body = {"model": "tiny-1.5", "prompt": "Hi", "max_tokens": 2}
+        wait_until(lambda: http.post("/v1/completions", json=body).status_code == 200)
+        (second,) = map(int, path.read_text().split())
+        assert first != second
+        for pid in (server.process.pid, second):
+            os.kill(pid, signal.SIGKILL)
+        assert server.wait() == -signal.SIGKILL
+        wait_until_gone(second)
 
 
 @pytest.mark.parametrize(

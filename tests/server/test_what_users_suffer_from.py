@@ -84,9 +84,24 @@ def test_when_the_client_goes_its_blocks_come_back(stream, state):
         server.wait_idle()
 
 
-def begin(server: LiveServer, stream: bool) -> socket.socket:
+@pytest.mark.parametrize("stream", [True, False])
+def test_when_the_client_goes_in_the_middle_of_its_prompt_its_blocks_come_back(stream):
+    scheduler = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=16)
+    with live(lambda: endless(scheduler=scheduler)) as server:
+        server.pause_after(3)
+        client = begin(server, stream, "x" * 1000)
+        server.wait_paused()
+        assert 0 < server.counters().blocks_in_use < 1000 // 16
+        client.close()
+        wait_until(lambda: not server.call(lambda: len(server.engine._streams)))
+        server.call(server.engine.resume)
+        server.wait_idle()
+        assert server.counters().steps < 10
+
+
+def begin(server: LiveServer, stream: bool, text: str = "Hi") -> socket.socket:
     """A connection with a request that has no end."""
-    body = json.dumps(chat(stream=stream)).encode()
+    body = json.dumps(chat(text, stream=stream)).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -145,6 +160,22 @@ def test_a_text_that_ends_in_half_a_character():
                 else:
                     text = json.loads(answer.read())["choices"][0]["message"]["content"]
             assert text == "ab\ufffd"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_prompt_that_ends_in_half_a_character_is_continued(stream):
+    """What the model adds completes it: the whole character belongs to the answer."""
+    fish = "🐟".encode()
+    with live(lambda: FakeEngine(lambda prompt: "X")) as server:
+        server.engine.executor._script = lambda prompt: [*fish[2:], ord("!")]
+        body = {"model": "fake", "prompt": [*b"ab", *fish[:2]], "stream": stream}
+        answer = server.http.post("/v1/completions", json=body)
+        if stream:
+            lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+            text = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+        else:
+            text = answer.json()["choices"][0]["text"]
+        assert text == "🐟!"
 
 
 def test_a_partial_stop_string_is_neither_leaked_nor_lost():

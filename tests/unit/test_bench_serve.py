@@ -173,6 +173,12 @@ class TestRequests:
         assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)  # what exponential gaps have
         assert times == arrivals(4000, 8.0, "poisson", 1) != arrivals(4000, 8.0, "poisson", 2)
 
+    @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+    def test_gaps_of_a_gamma_distribution(self, burstiness):
+        gaps = np.diff(arrivals(8000, 8.0, "gamma", 1, burstiness=burstiness))
+        assert gaps.mean() == pytest.approx(1 / 8, rel=0.06)
+        assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.06)
+
     def test_a_sharegpt_file(self, tmp_path):
         turns = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]
         path = tmp_path / "trace.json"

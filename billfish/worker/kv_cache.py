@@ -8,7 +8,7 @@ from billfish.engine.plan import NULL_BLOCK, BlockPairs, StepPlan
 from billfish.errors import CapacityError, ConfigError
 from billfish.kernels import paged_attention
 from billfish.worker.host_copies import to_device
-from billfish.worker.memory import available_memory, zeros_on_demand
+from billfish.worker.memory import available_memory, gib, zeros_on_demand
 
 DEFAULT_BYTES = 1 << 30
 """Of the KV cache on a CPU, where nothing else is said."""
@@ -56,9 +56,10 @@ def allocate(
     each = block_bytes(config, cache.block_size, dtype)
     asked, there = (1 + num_blocks) * each, max(0, available_memory() - reserved)
     if asked > there:
+        most = max(0, there // each - 1)
         raise CapacityError(
-            f"a KV cache of {num_blocks} blocks takes {asked} bytes and {there} are available: at "
-            f"most {max(0, there // each - 1)} blocks would fit, less what the model takes"
+            f"a KV cache of {num_blocks} blocks takes {gib(asked)} and {gib(there)} are available: "
+            f"at most {most} blocks ({gib(most * each)}) would fit, less what the model takes"
         )
     return zeros_on_demand(_shape(config, cache, num_blocks), dtype)
 

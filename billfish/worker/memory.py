@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+GIB = 2**30
+
 
 def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros in pages that the system maps to memory only when they are first written."""
@@ -23,3 +25,8 @@ def available_memory() -> int:
         return sys.maxsize
     values = dict(line.split(":", 1) for line in lines)
     return int(values["MemAvailable"].split()[0]) * 1024
+
+
+def gib(size: int) -> str:
+    """A number of bytes as people say it."""
+    return f"{size / GIB:.2f} GiB"

@@ -9,13 +9,13 @@ from billfish.config import CacheConfig, ModelConfig, SchedulerConfig
 from billfish.errors import CapacityError
 from billfish.models.decoder import tensor_shapes
 from billfish.worker.kv_cache import block_bytes
+from billfish.worker.memory import gib
 from billfish.worker.step_graphs import ladder
 
 INT4_BYTES = 4.25 / 8
 """A weight in groups of 128 with a 16-bit scale each."""
 _GRAPH_BYTES = 24 << 20
 """What the driver takes for a captured graph of some hundred launches, generously."""
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +74,10 @@ class MemoryPlan:
         wanted_bytes = (wanted + 1) * self.block_bytes
         needs = self.weights + self.activations + self.graphs + wanted_bytes
         text = (
-            f"{self.device} has {_gib(self.available)} available of {_gib(self.total)}, "
-            f"{_gib(self.budget)} may be used, and this takes {_gib(needs)}: weights "
-            f"{_gib(self.weights)}, activations {_gib(self.activations)}, graphs "
-            f"{_gib(self.graphs)}, {wanted} KV blocks {_gib(wanted_bytes)}. "
+            f"{self.device} has {gib(self.available)} available of {gib(self.total)}, "
+            f"{gib(self.budget)} may be used, and this takes {gib(needs)}: weights "
+            f"{gib(self.weights)}, activations {gib(self.activations)}, graphs "
+            f"{gib(self.graphs)}, {wanted} KV blocks {gib(wanted_bytes)}. "
         )
         spare = self.budget - self.weights - wanted_bytes
         if self.room >= 1:
@@ -102,12 +102,12 @@ class MemoryPlan:
             if self.num_tokens >= n
         )
         return (
-            f"memory of {self.device}, {_gib(self.total)} ({_gib(self.budget)} to be used):\n"
-            f"  weights      {_gib(self.weights):>10}  {kind}\n"
-            f"  activations  {_gib(self.activations):>10}  {kind}, {self.max_num_batched_tokens} "
+            f"memory of {self.device}, {gib(self.total)} ({gib(self.budget)} to be used):\n"
+            f"  weights      {gib(self.weights):>10}  {kind}\n"
+            f"  activations  {gib(self.activations):>10}  {kind}, {self.max_num_batched_tokens} "
             f"tokens a step\n"
-            f"  graphs       {_gib(self.graphs):>10}  {kind}\n"
-            f"  KV cache     {_gib((1 + self.num_blocks) * self.block_bytes):>10}  "
+            f"  graphs       {gib(self.graphs):>10}  {kind}\n"
+            f"  KV cache     {gib((1 + self.num_blocks) * self.block_bytes):>10}  "
             f"{self.num_blocks} blocks of {self.block_size} tokens: {self.num_tokens} tokens\n"
             f"  requests x tokens that fit at once: {fits or 'none of full length'}"
         )
@@ -169,7 +169,3 @@ def estimate_graphs(config: ModelConfig, max_num_seqs: int) -> int:
     width = 3 * config.intermediate_size + 8 * config.hidden_size
     logits = sum(sizes) * config.vocab_size * 4
     return logits + max_num_seqs * width * 2 + len(sizes) * _GRAPH_BYTES
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"

@@ -286,8 +286,9 @@ BAD_FORMS = [
     ({"structured_outputs": {"json": {"type": "nonsense"}}}, "structured_outputs"),
     ({"response_format": {"type": "json_schema", "json_schema": {
         "name": "x", "schema": {"$ref": "http://127.0.0.1/x"}}}}, "response_format"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
-      "tool_choice": "required"}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {
+        "properties": {"a": {"type": "x"}}, "required": ["a"]}}}], "tool_choice": "required"},
+     "tools"),
 ]  # fmt: skip
 
 

@@ -148,6 +148,7 @@ def test_kill_9_of_the_engine_and_of_both_leaves_nothing_behind(model):
         (["--api-key-file", "EMPTY"], "holds no API key"),
         (["--tool-call-parser", "nonsense"], "hermes, llama3_json, mistral, pythonic"),
         (["--dtype", "int8"], "dtype must be"),
+        (["--kv-memory", "900000"], "GiB"),
         (["--max-model-len", "100000"], "max_model_len 100000 is more than the model's context"),
     ],
 )

@@ -87,12 +87,14 @@ def test_a_number_of_blocks_is_taken_as_it_is() -> None:
 
 
 def test_more_than_the_machine_has_is_refused_with_numbers() -> None:
-    with pytest.raises(CapacityError, match=r"takes \d+ bytes and \d+ are available: at most"):
+    with pytest.raises(
+        CapacityError, match=r"takes [\d.]+ GiB and [\d.]+ GiB are available: at most"
+    ):
         kv_cache.allocate(MODEL, CacheConfig(), 10**9, torch.bfloat16)
 
 
 def test_what_is_promised_to_others_is_not_given_again() -> None:
-    with pytest.raises(CapacityError, match=r"and 0 are available: at most 0 blocks"):
+    with pytest.raises(CapacityError, match=r"and 0\.00 GiB are available: at most 0 blocks"):
         kv_cache.allocate(MODEL, CacheConfig(), 7, torch.bfloat16, reserved=2**62)
 
 

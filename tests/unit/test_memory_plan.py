@@ -10,7 +10,8 @@ from billfish.errors import CapacityError
 from billfish.models.random_weights import SHAPES, load_model
 from billfish.worker import memory_plan
 from billfish.worker.kv_cache import block_bytes
-from billfish.worker.memory_plan import GIB, MemoryPlan
+from billfish.worker.memory import GIB
+from billfish.worker.memory_plan import MemoryPlan
 from billfish.worker.step_graphs import ladder
 
 LLAMA = SHAPES["llama-3-8b"]

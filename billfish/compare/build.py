@@ -87,6 +87,7 @@ def _family(family: Family, records: Records) -> Json:
         "focus": family.focus,
         "memory": family.memory,
         "uses": family.uses,
+        "code": resolve_all(family.code),
         "performance": charts_data.performance(family.name, records),
         "techniques": techniques,
     }

@@ -46,6 +46,8 @@ class Technique:
 
 @dataclass(frozen=True, slots=True)
 class Family:
+    """code: the operation, and what measures its performance."""
+
     name: str
     title: str
     package: str
@@ -54,6 +56,7 @@ class Family:
     focus: str
     memory: str
     uses: str
+    code: tuple[str, ...]
     techniques: tuple[Technique, ...] = ()
 
 
@@ -149,6 +152,21 @@ MARLIN_TECHNIQUES = (
         "HopperConfig(pdl=False)",
         (f"{_GEMM}:_produce|if PDL:", f"{_GEMM}:_consume|if how.PDL"),
         (_gemm("early launch"),),
+    ),
+    Technique(
+        "Early launch along a layer",
+        "The same over the four products of a Llama-3-8B layer in a row, each on the result of the "
+        "one before.",
+        "HopperConfig(pdl=False) for all of them",
+        ("billfish.bench.gemm:chain", f"{_GEMM}:_produce|if PDL:"),
+        (
+            Rows(
+                "gemm_chain",
+                "technique",
+                "products, early launch on",
+                "products, early launch off",
+            ),
+        ),
     ),
     Technique(
         "Scale on sums",
@@ -255,6 +273,7 @@ FAMILIES = (
         "memory; only activations stay in L2; nothing dequantized is ever written.",
         "Serving with few tokens a step (1 to 64): chat, speculative decoding, many samples a "
         "prompt. With hundreds of tokens a step arithmetic decides, and INT4 saves memory only.",
+        (f"{MARLIN}:w4a16_matmul", "billfish.bench.gemm:run_case"),
         MARLIN_TECHNIQUES,
     ),
     Family(
@@ -268,6 +287,7 @@ FAMILIES = (
         "Fixed-size blocks, found through a block table, counted, shared and copied on write; a "
         "request takes a block when it needs one and wastes at most the rest of its last.",
         "Large-scale serving, parallel sampling, beam search, shared prefixes, long contexts.",
+        (f"{PAGED}:attend", "billfish.bench.attention:run_case"),
         PAGED_TECHNIQUES,
     ),
     Family(
@@ -282,6 +302,7 @@ FAMILIES = (
         "results are never written.",
         "Training and inference, parallel data processing, scientific computing and simulation, "
         "image and signal processing.",
+        (f"{GENERAL}:__all__", "billfish.bench.general:compare"),
     ),
 )
 
@@ -297,6 +318,6 @@ KINDS = {
     "shared": "Shared memory",
     "fused": "Fusion",
     "cached": "Caching",
-    "synchronized": "Synchronization",
+    "synchronized": "Synchronization, balance",
     "other": "Other techniques",
 }

@@ -21,6 +21,7 @@ from billfish.compare.sections import (
     NOT_YET,
     Href,
     both_widths,
+    code_links,
     family_section,
     figure,
     origin_tag,
@@ -134,7 +135,7 @@ def _overview(families: Json, href: Href) -> str:
 
     rows = [line(title, lambda _, family, key=key: escape(family[key])) for title, key in ROWS]  # type: ignore[misc]
     rows.insert(3, line("Key techniques", _technique_list))
-    rows.insert(4, line("Performance", lambda _, family: _performance(family)))
+    rows.insert(4, line("Performance", lambda _, family: _performance(family, href)))
     return (
         '<section id="overview"><h2>Side by side</h2><div class="table-wrap"><table class="sides">'
         f"<thead><tr><td></td>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
@@ -158,13 +159,13 @@ def _technique_list(name: str, family: Json) -> str:
     return f'<ul class="techniques">{"".join(items)}</ul>'
 
 
-def _performance(family: Json) -> str:
+def _performance(family: Json, href: Href) -> str:
     items = "".join(
         f"<div><dt>{escape(claim['label'])}</dt><dd>"
         f"{NOT_YET if claim['value'] is None else number(claim['value'], claim['unit'])}</dd></div>"
         for claim in family["performance"]
     )
-    return f'<dl class="claims">{items}</dl>'
+    return f'<dl class="claims">{items}</dl>{code_links(family["code"], href)}'
 
 
 def _all_kernels(chart: Json) -> str:

@@ -165,21 +165,26 @@ def _settings(settings: Sequence[Json]) -> str:
     )
 
 
-def _code(links: Sequence[Json], href: Href) -> str:
+def code_links(links: Sequence[Json], href: Href) -> str:
+    """Symbols, with the files and lines where they are."""
     items = "".join(
         f'<li><a class="code" href="{escape(href(link))}">{escape(link["symbol"])}</a> '
         f'<span class="file">{escape(link["file"])}, lines {number(link["first"])} to '
         f"{number(link['last'])}</span></li>"
         for link in links
     )
+    return f'<ul class="links">{items}</ul>'
+
+
+def _code(links: Sequence[Json], href: Href) -> str:
     excerpts = "".join(
         f'<p class="file">{escape(link["file"])}</p>'
         f'<pre tabindex="0"><code>{escape(link["text"])}</code></pre>'
         for link in links
     )
     return (
-        f'<div class="sources"><ul>{items}</ul><details><summary>Show the code</summary>{excerpts}'
-        "</details></div>"
+        f'<div class="sources">{code_links(links, href)}<details>'
+        f"<summary>Show the code</summary>{excerpts}</details></div>"
     )
 
 

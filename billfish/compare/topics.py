@@ -136,6 +136,17 @@ KNOWN: dict[tuple[str, str], _Known] = {
         "Without: each thread reads each body from memory, through its caches.",
         ("nbody_gpu:_nbody_kernel",),
     ),
+    ("spmv", "long rows in pieces"): _Known(
+        "synchronized",
+        "Long rows are cut into pieces, so that no program works longer than others. Without: each "
+        "row is done where it is met.",
+        ("spmv_gpu:spmv",),
+    ),
+    ("elementwise", "fused"): _Known(
+        "fused",
+        "A whole expression in one pass, made from its text. Without: a launch an operation.",
+        ("elementwise_gpu:elementwise",),
+    ),
     ("option_price", "fused"): _Known(
         "fused",
         "A path lives in registers from its random numbers to its payoff. Without: all paths are "
@@ -150,7 +161,7 @@ KNOWN: dict[tuple[str, str], _Known] = {
 }
 
 KIND_WORDS = (
-    ("synchronized", ("look-back", "balanced", "barrier", "atomic")),
+    ("synchronized", ("look-back", "balanced", "barrier", "atomic", "in pieces", "sweep")),
     ("coalesced", ("coalesced", "layout", "transposed")),
     ("shared", ("shared",)),
     ("fused", ("fused", "one launch", "one pass", "same pass", "in one", "epilogue", "steps")),

@@ -162,9 +162,9 @@ class EngineClient:
         await self.close()
 
     async def close(self) -> None:
-        """End the engine now. Requests still here get EngineDiedError."""
+        """End the engine now. Requests still here get EngineUnavailableError("draining")."""
         self._draining = True
-        self._fail_all("the server is ending")
+        self._fail_all(lambda: EngineUnavailableError("draining", "the server is ending"))
         await self._backend.stop()
         self._set_state("dead", "the server is ending")
         self._lasting = True
@@ -350,15 +350,15 @@ class EngineClient:
         self._running = self._waiting = 0
         self._engine_draining = ""
         self._set_state("dead", reason)
-        self._fail_all(reason)
+        self._fail_all(lambda: EngineDiedError(reason))
 
-    def _fail_all(self, reason: str) -> None:
+    def _fail_all(self, error: Callable[[], Exception]) -> None:
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
-            stream.fail(EngineDiedError(reason))
+            stream.fail(error())
         for answer in self._snapshots.values():
             if not answer.done():
-                answer.set_exception(EngineDiedError(reason))
+                answer.set_exception(error())
         self._changed.set()
 
     def _closed(self, request_id: str, unfinished: bool) -> None:

@@ -372,7 +372,7 @@ class TestSigterm:
             while (await client.health()).state == "ready":
                 await asyncio.sleep(0.01)
             await client.drain(0.2)
-            with pytest.raises(EngineDiedError, match="the server is ending"):
+            with pytest.raises(EngineUnavailableError, match="the server is ending"):
                 await hung
 
         with_process(test)

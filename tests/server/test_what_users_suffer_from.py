@@ -386,7 +386,8 @@ def test_what_still_runs_at_the_deadline_is_told():
             stopping.start()
             rest = [line for line in lines if line]
         stopping.join(PATIENCE)
-        assert "error" in json.loads(rest[-1].removeprefix("data: "))
+        error = json.loads(rest[-1].removeprefix("data: "))["error"]
+        assert error["code"] == "engine_draining"
 
 
 def test_a_hundred_requests_leave_nothing_behind():

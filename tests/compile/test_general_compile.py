@@ -284,15 +284,19 @@ def test_sort(monkeypatch):
     monkeypatch.setattr(
         sort_gpu, "scan", lambda counts, *_: torch.empty(counts.shape, dtype=torch.int64)
     )
-    for one_sweep in (True, False):
-        launch = lambda o=one_sweep: sort_gpu.sort_pairs(keys, values, False, one_sweep=o)  # noqa: E731
-        code = of_both(monkeypatch, sort_gpu, "_pass_kernel", launch)
-        # Votes of 32 lanes in one instruction, and the tile's places in shared memory.
-        assert code.count("REDUX") > 0
-        assert "LDS" in code.sass
-        assert ("ATOMG" in code.sass) == one_sweep
-        other = "_all_digits_kernel" if one_sweep else "_count_kernel"
-        of_both(monkeypatch, sort_gpu, other, launch)
+    launch = lambda: sort_gpu.sort_pairs(keys, values, False)  # noqa: E731
+    code = of_both(monkeypatch, sort_gpu, "_pass_kernel", launch)
+    # Votes of 32 lanes in one instruction, and the tile's places in shared memory.
+    assert code.count("REDUX") > 0
+    assert "LDS" in code.sass
+    assert "ATOMG" in code.sass
+    apart = lambda: sort_gpu.sort_pairs(keys, values, False, one_sweep=False)  # noqa: E731
+    for name, launched in (
+        ("_all_digits_kernel", launch), ("_pass_kernel", apart), ("_count_kernel", apart)
+    ):  # fmt: skip
+        code = compiled(monkeypatch, sort_gpu, name, launched, 90)
+        assert code.spill_bytes == 0
+        assert "ATOMG" not in code.sass
 
 
 def test_elementwise(monkeypatch):

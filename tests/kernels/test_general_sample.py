@@ -133,8 +133,7 @@ def test_bad_logits():
 def test_the_operation_as_torch_sees_it():
     numbers = torch.tensor([[1.0, 0.9, 0.0, 1.0]]).double().expand(3, -1).contiguous()
     integers = torch.tensor([[1, 4], [2, 0], [3, 1]])
-    for greedy in (True, False):
-        opcheck(
-            torch.ops.billfish.draw_tokens.default,
-            (logits_of(3, 9), numbers, integers, torch.arange(3), greedy),
-        )
+    opcheck(
+        torch.ops.billfish.draw_tokens.default,
+        (logits_of(3, 9), numbers, integers, torch.arange(3), False),
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from billfish.errors import BillfishError, ConfigError
+from billfish.errors import BillfishError, ConfigError, visible
 
 CONNECT_SECONDS = 10.0
 
@@ -17,8 +17,8 @@ class ServerError(BillfishError):
     """A request failed. kind: in a word or two, to count by. status: of HTTP; None without one."""
 
     def __init__(self, kind: str, message: str, status: int | None = None) -> None:
-        super().__init__(message)
-        self.kind, self.status = kind, status
+        super().__init__(visible(message))
+        self.kind, self.status = visible(kind), status
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,3 +87,15 @@ class RecordError(BillfishError, ValueError):
         super().__init__(f"{file}: {reason}")
         self.file = file
         self.reason = reason
+
+
+_CONTROL = {
+    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
+    **dict.fromkeys(range(0x7F, 0xA0), 0xFFFD),
+}
+
+
+def visible(text: str) -> str:
+    """The text with pictures instead of control characters, but for tabs and ends of lines: what
+    a model or another machine says must not command the terminal that shows it."""
+    return text.translate(_CONTROL)

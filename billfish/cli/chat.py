@@ -137,7 +137,7 @@ def _remote(url: str, api_key: str | None, model: str | None, given: dict[str, A
             async for event in client.stream("/v1/chat/completions", body):
                 if isinstance(event, Piece):
                     said.append(event.text)
-                    typer.echo(event.text, nl=False)
+                    common.say(event.text)
 
     def answer(messages: list[Message]) -> str:
         said: list[str] = []
@@ -161,7 +161,7 @@ def _answer(llm: "LLM", messages: list[Message], params: SamplingParams) -> str:
     output = None
     with common.catch_interrupt() as interrupt:
         for _, output in llm.stream([prompt], params, cancelled=lambda: interrupt.pressed):
-            typer.echo(output.delta, nl=False)
+            common.say(output.delta)
         if interrupt.pressed:
             typer.secho(" [stopped]", dim=True, nl=False)
     typer.echo()

@@ -1,6 +1,7 @@
 """What several commands share: the options of a model and of sampling, and its loading."""
 
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from billfish.errors import BillfishError
+from billfish.errors import BillfishError, visible
 from billfish.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -69,6 +70,11 @@ KVMemory = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda or cuda:1.")]
+
+
+def say(text: str, nl: bool = False) -> None:
+    """Print what a model wrote. A terminal gets no control characters of it; a file gets all."""
+    typer.echo(visible(text) if sys.stdout.isatty() else text, nl=nl)
 
 
 def progress_bar(console: Console) -> Progress:

@@ -10,6 +10,7 @@ from rich.text import Text
 from billfish.checkpoint.locate import DEMO_MODEL
 from billfish.cli import common
 from billfish.cli.ledger import print_ledger
+from billfish.errors import visible
 from billfish.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -86,10 +87,10 @@ def _view(outputs: "dict[int, RequestOutput]", width: int) -> Table:
         output = outputs.get(index)
         text = " ".join(output.text.split()) if output else ""
         mark = "[green]done[/]" if output and output.finished else "[yellow]....[/]"
-        table.add_row(mark, Text(prompt[:26], style="dim"), Text(text[-room:]))
+        table.add_row(mark, Text(prompt[:26], style="dim"), Text(visible(text[-room:])))
     return table
 
 
 def _print_answer(console: Console, prompt: str, output: "RequestOutput") -> None:
     console.print(Text(f">>> {prompt}", style="bold"))
-    console.print(Text(output.text.strip() + "\n"))
+    console.print(Text(visible(output.text.strip()) + "\n"))

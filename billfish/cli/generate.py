@@ -89,7 +89,7 @@ def command(
             else:
                 which = f" [{output.index}]" if params.n > 1 else ""
                 typer.secho(f"\n>>> {prompt}{which}", bold=True)
-                typer.echo(output.text)
+                common.say(output.text, nl=True)
     common.check_answered(outputs)
     if ledger:
         print_ledger(Console(stderr=True), outputs, llm)
@@ -100,7 +100,7 @@ def _stream_one(llm: "LLM", prompt: Any, params: SamplingParams, chat: bool) -> 
     with common.catch_interrupt() as interrupt:
         output = None
         for _, output in run([prompt], params, cancelled=lambda: interrupt.pressed):
-            typer.echo(output.delta, nl=False)
+            common.say(output.delta)
     typer.echo()
     if interrupt.pressed or output is None:
         raise KeyboardInterrupt

@@ -1,13 +1,16 @@
 """Commands that talk to a running server: bench serve and chat --url."""
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from billfish.bench import serve
-from billfish.cli import app
+from billfish.cli import app, common
+from billfish.client import ServerError
 from billfish.errors import BillfishError, QueueFullError
 from billfish.server.fake_engine import FakeEngine
 from tests.server.live import KEY, live
@@ -148,3 +151,23 @@ def test_help_says_once_that_options_come_from_elsewhere():
     done = CliRunner().invoke(app, ["chat", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
     assert "as BILLFISH_ and its name" in done.output
     assert "[env var" not in done.output
+
+
+HOSTILE = "a\x1b]52;c;AAAA\x07\x9b31m\r\x08b\tc\n🐟"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_no_text_of_a_model_commands_the_terminal(monkeypatch, terminal):
+    """It could write to the clipboard, or over what stands there. A file gets what was written."""
+    out = io.StringIO(newline="")
+    monkeypatch.setattr(out, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stdout", out)
+    common.say(HOSTILE)
+    written = out.getvalue()
+    assert written == ("a␛]52;c;AAAA␇\ufffd31m␍␈b\tc\n🐟" if terminal else HOSTILE)
+
+
+def test_no_error_of_a_server_commands_the_terminal():
+    error = ServerError(f"kind{HOSTILE}", f"the server says: {HOSTILE}")
+    for text in (str(error), error.kind):
+        assert text.replace("\t", "").replace("\n", "").isprintable()

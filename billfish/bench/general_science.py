@@ -29,6 +29,12 @@ def cases() -> list[Case]:
         spmv("uniform, 1000000 rows of 64", 1, torch.float32),
         spmv("skewed, 1000000 rows of 32", 1, torch.float32),
         spmv("uniform, 1000000 rows of 64", 8, torch.float32),
+        matmul(8192, 8192, 8192, torch.bfloat16),
+        matmul(4096, 14336, 4096, torch.float16),
+        matmul(4096, 14336, 4096, torch.bfloat16, follow=True),
+        matmul(16, 4096, 4096, torch.bfloat16, follow=True),
+        matmul(4096, 4096, 4096, torch.float32, "tf32"),
+        matmul(4096, 4096, 4096, torch.float32),
     ]
 
 
@@ -40,6 +46,7 @@ def tiny() -> list[Case]:
         option_price(1000, 5),
         spmv("skewed, 40 rows of 60", 1, torch.float32),
         spmv("seven-point, 3^3", 3, torch.float32),
+        matmul(20, 40, 50, torch.float32, follow=True),
     ]
 
 
@@ -297,3 +304,63 @@ def _matrix_size(name: str) -> tuple[int, int]:
         return side**3, 7 * side**3 - 6 * side**2
     lengths = _lengths(kind, size)
     return len(lengths), int(lengths.sum())
+
+
+def matmul(
+    m: int, n: int, k: int, dtype: torch.dtype, precision: str = "ieee", follow: bool = False
+) -> Case:
+    """a @ weight.t(); follow: a bias, SiLU and a residual after it."""
+
+    def draw(device: torch.device) -> tuple[Tensor, ...]:
+        a = torch.randn(m, k, device=device).to(dtype)
+        weight = (torch.randn(n, k, device=device) / k**0.5).to(dtype)
+        more = (torch.randn(n, device=device).to(dtype), torch.randn(m, n, device=device).to(dtype))
+        return (a, weight.t(), *more) if follow else (a, weight.t())
+
+    def run(a: Tensor, b: Tensor, bias: Any = None, residual: Any = None) -> Tensor:
+        return general.matmul(a, b, bias, "silu" if follow else "none", residual, precision)
+
+    def reference(a: Tensor, b: Tensor, bias: Any = None, residual: Any = None) -> Tensor:
+        wide = [None if t is None else t.double() for t in (bias, residual)]
+        kind = "silu" if follow else "none"
+        return general.matmul_reference(a.double(), b.double(), wide[0], kind, wide[1])
+
+    def switched(**options: Any) -> Function:
+        def call(a: Tensor, b: Tensor, bias: Any = None, residual: Any = None) -> Tensor:
+            from billfish.kernels.general import matmul_gpu
+
+            kind = "silu" if follow else "none"
+            return matmul_gpu.matmul(a, b, bias, kind, residual, precision, **options)
+
+        return call
+
+    def chain(a: Tensor, b: Tensor, bias: Any = None, residual: Any = None) -> Tensor:
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+        try:
+            if not follow:
+                return a @ b
+            return functional.silu(torch.addmm(bias, a, b)) + residual
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+    settings = {
+        "tiles in groups": {"off": switched(group=1)},
+        "queue": {str(stages): switched(stages=stages) for stages in (1, 2, 3)},
+        "tiles by the copy engine": {"off": switched(tma=False)},
+    }
+    if follow:
+        settings["fused"] = {"off": switched(fused=False)}
+    extra = m * n + n if follow else 0
+    peers = {"torch cublas": chain}
+    if follow:
+        peers["torch.compile"] = compiled(
+            lambda a, b, bias, residual: functional.silu(torch.addmm(bias, a, b)) + residual
+        )
+    return Case(
+        domain=DOMAIN, kernel="matmul", dtype=dtype, size=f"{m} x {n} x {k}"
+        + (f" {precision}" if precision != "ieee" else "") + (", epilogue" if follow else ""),
+        draw=draw, run=run, reference=reference, read=(m * k + n * k + extra) * dtype.itemsize,
+        written=m * n * dtype.itemsize, flops=2 * m * n * k, peers=peers, settings=settings,
+        tolerance=2e-3 if precision == "tf32" else None,
+    )  # fmt: skip

@@ -7,8 +7,8 @@ pytest.importorskip("triton")
 
 import triton
 
-from billfish.kernels.general import monte_carlo_gpu, nbody_gpu, spmv_gpu, stencil_gpu
-from tests.compile.test_general_compile import of_both
+from billfish.kernels.general import matmul_gpu, monte_carlo_gpu, nbody_gpu, spmv_gpu, stencil_gpu
+from tests.compile.test_general_compile import compiled, of_both
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles, so not with TRITON_INTERPRET=1", allow_module_level=True)
@@ -89,3 +89,67 @@ def test_spmv(monkeypatch, dtype, vectors):
     for name in ("_pieces_kernel", "_long_rows_kernel"):
         launch = lambda: spmv_gpu.spmv(values, columns, offsets, x)  # noqa: E731
         of_both(monkeypatch, spmv_gpu, name, launch)
+
+
+MACHINES = {80: (166912, False), 90: (232448, True)}
+
+
+def product(monkeypatch, m, n, k, dtype, capability, *, precision="ieee", turned=True, **options):
+    monkeypatch.setattr(matmul_gpu, "_machine", lambda device: MACHINES[capability])
+    a, b = torch.empty(m, k, dtype=dtype), torch.empty(k, n, dtype=dtype)
+    b = torch.empty(n, k, dtype=dtype).t() if turned else b
+    bias, residual = torch.empty(n, dtype=dtype), torch.empty(m, n, dtype=dtype)
+    return compiled(
+        monkeypatch, matmul_gpu, "_matmul_kernel",
+        lambda: matmul_gpu.matmul(a, b, bias, "silu", residual, precision, **options), capability,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "turned", "options"),
+    [
+        (torch.bfloat16, True, {}),
+        (torch.float16, False, {}),
+        (torch.float16, True, {"tma": False}),
+    ],
+)
+def test_matmul_on_hopper(monkeypatch, dtype, turned, options):
+    code = product(monkeypatch, 4096, 4096, 4096, dtype, 90, turned=turned, **options)
+    assert code.spill_bytes == 0
+    assert "HGMMA" in code.sass
+    assert not code.serialized
+    assert not code.undefined_descriptors
+    assert code.count("STG.E.128") > 0
+    engine = options.get("tma", True)
+    assert ("UTMALDG" in code.sass) == engine
+    assert ("LDGSTS" in code.sass) == (not engine)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "precision", "capability"),
+    [
+        ((4096, 4096, 4096), torch.bfloat16, "ieee", 80),
+        ((16, 4096, 4096), torch.float16, "ieee", 90),
+        ((4096, 512, 4096), torch.float16, "ieee", 90),
+        ((4096, 4096, 4096), torch.float32, "tf32", 90),
+        ((4096, 4096, 4096), torch.float32, "tf32x3", 80),
+        ((4096, 4096, 4096), torch.float32, "ieee", 80),
+    ],
+)
+def test_matmul(monkeypatch, size, dtype, precision, capability):
+    code = product(monkeypatch, *size, dtype, capability, precision=precision)
+    assert code.spill_bytes == 0
+    cores = dtype != torch.float32 or precision != "ieee"
+    assert (code.count("HMMA") + code.count("HGMMA") > 0) == cores
+    assert code.count("STG.E.128") > 0
+
+
+def test_matmul_epilogue(monkeypatch):
+    a, b = (
+        torch.empty(16, 4096, dtype=torch.bfloat16),
+        torch.empty(4096, 4096, dtype=torch.bfloat16),
+    )
+    bias, residual = torch.empty(4096, dtype=torch.bfloat16), torch.empty(16, 4096).bfloat16()
+    launch = lambda: matmul_gpu.matmul(a, b, bias, "relu", residual, "ieee")  # noqa: E731
+    code = of_both(monkeypatch, matmul_gpu, "_epilogue_kernel", launch)
+    assert code.count("LDG.E.128") > 0

@@ -5,7 +5,14 @@ import torch
 
 from billfish.errors import KernelArgumentError
 from billfish.kernels import general
-from billfish.kernels.general import monte_carlo, monte_carlo_gpu, nbody_gpu, spmv_gpu, stencil_gpu
+from billfish.kernels.general import (
+    matmul_gpu,
+    monte_carlo,
+    monte_carlo_gpu,
+    nbody_gpu,
+    spmv_gpu,
+    stencil_gpu,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -160,3 +167,49 @@ def test_spmv_looks_at_indices_where_asked():
         general.spmv(values, columns, offsets, x, check_indices=True)
     with pytest.raises(KernelArgumentError, match="offsets"):
         general.spmv(values, columns.clamp(0, 2), offsets.flip(0), x, check_indices=True)
+
+
+PRODUCTS = [(1, 1, 1), (1, 4096, 4096), (16, 136, 8192), (333, 257, 129), (70, 33, 0), (0, 5, 4),
+            (1000, 2048, 512), (4096, 4096, 1024), (4111, 4104, 200)]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", PRODUCTS)
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [(torch.bfloat16, "ieee"), (torch.float16, "ieee"), (torch.float32, "ieee"),
+     (torch.float32, "tf32x3"), (torch.float32, "tf32")],
+)  # fmt: skip
+def test_matmul(dtype, precision, size):
+    m, n, k = size
+    a, weight = draw(m, k, dtype=dtype), (draw(n, k, seed=1) / max(k, 1) ** 0.5).to(dtype)
+    bias, residual = draw(n, dtype=dtype, seed=2), draw(m, n, dtype=dtype, seed=3)
+    limit = {"tf32": 5e-3, "tf32x3": 2e-5, "ieee": 2e-5}[precision]
+    for b in (weight.t(), weight.t().contiguous()):
+        for left in (a, a.t().contiguous().t()):
+            product = a.double() @ b.double()
+            want = torch.nn.functional.silu(product + bias.double()) + residual.double()
+            for options in ({}, {"fused": False}, {"group": 1}, {"tma": False}, {"split": 3},
+                            {"stages": 1}):  # fmt: skip
+                got = matmul_gpu.matmul(left, b, bias, "silu", residual, precision, **options)
+                # Apart, half floats are rounded twice.
+                unit = 4 * ROUNDING[dtype] if "fused" in options else ROUNDING[dtype]
+                torch.testing.assert_close(
+                    got.double(),
+                    want,
+                    rtol=unit,
+                    atol=limit + (4 * unit if "fused" in options else 0),
+                )
+                again = matmul_gpu.matmul(left, b, bias, "silu", residual, precision, **options)
+                assert torch.equal(got, again)
+    odd = torch.stack((a, a), -1)[..., 0]
+    close(general.matmul(odd, weight.t(), precision=precision), a.double() @ weight.double().t(),
+          max(limit, ROUNDING[dtype]))  # fmt: skip
+
+
+def test_matmul_of_more_than_two_thousand_million_results():
+    a = torch.ones(66_000, 8, dtype=torch.float16, device="cuda")
+    b = torch.ones(8, 33_000, dtype=torch.float16, device="cuda")
+    a[65_999] = 2.0
+    got = general.matmul(a, b)
+    assert got[65_999, 32_999] == 16.0
+    assert got[0, 0] == got[65_998, 32_999] == 8.0

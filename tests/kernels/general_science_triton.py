@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from billfish.kernels import general
-from billfish.kernels.general import monte_carlo, monte_carlo_gpu, nbody_gpu, spmv_gpu, stencil_gpu
+from billfish.kernels.general import (
+    matmul_gpu,
+    monte_carlo,
+    monte_carlo_gpu,
+    nbody_gpu,
+    spmv_gpu,
+    stencil_gpu,
+)
 
 ROUNDING = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 2.0**-11}
 
@@ -117,3 +124,45 @@ def test_spmv_reads_nothing_outside():
     got = spmv_gpu.spmv(values, columns, offsets, x, piece=64)
     assert got[0] == 50
     assert got[1] == got[3] == 0
+
+
+SMALL = matmul_gpu.Config(block_m=32, block_n=32, block_k=32, warps=4, stages=2, split=1)
+WIDE = matmul_gpu.Config(block_m=16, block_n=256, block_k=16, warps=4, stages=2, split=1)
+
+
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "m", "n", "k", "activation"),
+    [
+        (torch.float32, 1, 1, 1, "none"),
+        (torch.float16, 40, 34, 64, "silu"),
+        (torch.float32, 33, 12, 100, "gelu_tanh"),
+        (torch.float16, 5, 8, 0, "relu"),
+    ],
+)
+def test_matmul(dtype, m, n, k, activation, turned):
+    a, b = draw(m, k, dtype=dtype), draw(k, n, dtype=dtype, seed=1)
+    b = b.t().contiguous().t() if turned else b
+    bias, residual = draw(n, dtype=dtype, seed=2), draw(m, n, dtype=dtype, seed=3)
+    want = general.matmul_reference(
+        a.double(), b.double(), bias.double(), activation, residual.double()
+    )
+    for options in ({}, {"fused": False}, {"group": 1, "tma": False}, {"split": 3},
+                    {"settings": WIDE}):  # fmt: skip
+        got = matmul_gpu.matmul(
+            a, b, bias, activation, residual, "ieee", **{"settings": SMALL} | options
+        )
+        # Apart, what is half is rounded twice.
+        twice = 16 * 2.0**-11 if dtype == torch.float16 and "fused" in options else 0
+        torch.testing.assert_close(
+            got.double(), want, rtol=ROUNDING[dtype], atol=max(2e-5, twice)
+        )  # fmt: skip
+
+
+def test_matmul_of_views():
+    a, b = draw(40, 70)[::2, ::2], draw(80, 35).t()[:, ::2]
+    got = matmul_gpu.matmul(a, b, None, "none", None, "ieee", settings=SMALL)
+    torch.testing.assert_close(got.double(), a.double() @ b.double(), rtol=1e-5, atol=2e-5)
+    assert matmul_gpu.matmul(a[:0], b, None, "none", None, "ieee").shape == (0, 40)
+    whole = matmul_gpu.matmul(a, b, None, "relu", None, "ieee")
+    torch.testing.assert_close(whole, (a @ b).relu(), rtol=1e-5, atol=2e-5)

@@ -261,6 +261,29 @@ def test_spmv_is_a_dense_product():
     close(got, dense.double() @ x.double())
 
 
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_matmul(dtype, activation):
+    for shape, n in (((1, 1), 1), ((3, 0), 5), ((0, 4), 5), ((7, 33), 0), ((2, 3, 50), 9)):
+        a, b = draw(*shape, dtype=dtype), draw(n, shape[-1], dtype=dtype, seed=1).t()
+        bias, residual = draw(n, dtype=dtype, seed=2), draw(*shape[:-1], n, dtype=dtype, seed=3)
+        for more in ((), (bias,), (bias, activation, residual), (None, activation, residual)):
+            wide = [t.double() if isinstance(t, torch.Tensor) else t for t in more]
+            want = general.matmul_reference(a.double(), b.double(), *wide)
+            got = general.matmul(a, b, *more)
+            torch.testing.assert_close(got.double(), want, rtol=ROUNDING[dtype], atol=2e-5)
+            assert got.shape == (*shape[:-1], n)
+            assert got.is_contiguous()
+
+
+def test_matmul_is_a_linear_layer():
+    x, linear = draw(4, 6, 10), torch.nn.Linear(10, 8).requires_grad_(False)
+    got = general.matmul(x, linear.weight.t(), linear.bias, "relu")
+    torch.testing.assert_close(got, linear(x).relu())
+    view = draw(12, 20)[::2, ::2]
+    torch.testing.assert_close(general.matmul(view, linear.weight.t()), view @ linear.weight.t())
+
+
 BAD = {
     "heat shape": lambda: general.heat_equation(draw(3, 3), 0.1),
     "heat dtype": lambda: general.heat_equation(draw(3, 3, 3).int(), 0.1),
@@ -307,6 +330,15 @@ BAD = {
         draw(2), torch.tensor([0, -1]), torch.tensor([0, 2]), draw(3)
     ),
     "spmv gradient": lambda: general.spmv(*sparse([2], 3), draw(3).requires_grad_()),
+    "matmul shapes": lambda: general.matmul(draw(2, 3), draw(2, 3)),
+    "matmul vector": lambda: general.matmul(draw(3), draw(3, 2)),
+    "matmul dtypes": lambda: general.matmul(draw(2, 3), draw(3, 2).half()),
+    "matmul double": lambda: general.matmul(draw(2, 3).double(), draw(3, 2).double()),
+    "matmul bias": lambda: general.matmul(draw(2, 3), draw(3, 2), draw(3)),
+    "matmul residual": lambda: general.matmul(draw(2, 3), draw(3, 2), residual=draw(2)),
+    "matmul activation": lambda: general.matmul(draw(2, 3), draw(3, 2), None, "gelu"),
+    "matmul precision": lambda: general.matmul(draw(2, 3), draw(3, 2), precision="tf16"),
+    "matmul gradient": lambda: general.matmul(draw(2, 3).requires_grad_(), draw(3, 2)),
     "heat device": lambda: general.heat_equation(draw(3, 3, 3).to("meta"), 0.1),
 }
 
@@ -324,6 +356,7 @@ def test_operations_as_torch_sees_them():
         (ops.heat_equation, (draw(2, 3, 4), 0.1, 0.1, 0.2, 2, "neumann", 0.0)),
         (ops.nbody_acceleration, (draw(5, 3), draw(5), 0.1, 1.0)),
         (ops.spmv, (*sparse([2, 0, 3], 4), draw(4, 2))),
+        (ops.matmul, (draw(3, 4), draw(4, 2), draw(2), "silu", None, "ieee")),
         (ops.option_price, (contracts, 50, 3, "asian", False, 1)),
         (ops.market_paths, (contracts, 50, 3, 1)),
     ):

@@ -27,6 +27,7 @@ from billfish.kernels.general.layer_norm import (
     layer_norm_reference,
     norm_backward_reference,
 )
+from billfish.kernels.general.matmul import matmul, matmul_reference
 from billfish.kernels.general.monte_carlo import (
     black_scholes,
     market_paths,
@@ -82,6 +83,8 @@ __all__ = [
     "leapfrog_step",
     "linear_cross_entropy",
     "market_paths",
+    "matmul",
+    "matmul_reference",
     "nbody_acceleration",
     "nbody_acceleration_reference",
     "norm_backward_reference",

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from billfish.errors import ConfigError
+from billfish.errors import ConfigError, RecordError
 
 FAMILIES = ("marlin", "paged_attention", "general")
 
@@ -62,10 +62,15 @@ def command(
         document = build.check(records.read_json(source), str(source))
     else:
         document = _made(families, quick, recorded)
-    page = report.page(
-        document, folder=html.resolve().parent if html else None, source_url=source_url
-    )
-    terminal.show(document, console)
+    try:
+        page = report.page(
+            document, folder=html.resolve().parent if html else None, source_url=source_url
+        )
+        terminal.show(document, console)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if source is None:
+            raise
+        raise RecordError(str(source), f"not a whole comparison: {error!r}") from error
     if json_file:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)

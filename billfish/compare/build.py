@@ -9,7 +9,7 @@ import datetime
 from collections.abc import Iterable
 from typing import Any
 
-from billfish.compare import charts_data, pictures
+from billfish.compare import charts_data, claims, pictures
 from billfish.compare.catalogue import DOMAINS, FAMILIES, KINDS, Family, Rows, Technique
 from billfish.compare.links import resolve_all
 from billfish.compare.records import Record, Records, Row
@@ -35,7 +35,8 @@ def comparison(
     seconds: how long measuring took here, left_out: what it left out, if anything was measured.
     """
     names = tuple(names)
-    families = {f.name: _family(f, records) for f in FAMILIES if f.name in names}
+    shown = pictures.pictures(names)
+    families = {f.name: _family(f, records, shown) for f in FAMILIES if f.name in names}
     here = any(record.origin == MEASURED for record in records.values())
     return {
         "format": FORMAT,
@@ -50,7 +51,7 @@ def comparison(
         "records": {name: _source(record) for name, record in records.items()},
         "families": families,
         "charts": charts_data.charts(records, names),
-        "pictures": pictures.pictures(names),
+        "pictures": shown,
     }
 
 
@@ -74,7 +75,7 @@ def _source(record: Record) -> Json:
     }
 
 
-def _family(family: Family, records: Records) -> Json:
+def _family(family: Family, records: Records, shown: Json) -> Json:
     if family.name == "general":
         techniques = _general(records)
     else:
@@ -88,7 +89,7 @@ def _family(family: Family, records: Records) -> Json:
         "memory": family.memory,
         "uses": family.uses,
         "code": resolve_all(family.code),
-        "performance": charts_data.performance(family.name, records),
+        "claims": claims.claims(family.name, records, shown),
         "techniques": techniques,
     }
 

@@ -321,3 +321,11 @@ KINDS = {
     "synchronized": "Synchronization, balance",
     "other": "Other techniques",
 }
+
+ROWS = (
+    ("Primary function", "function"),
+    ("Optimization focus", "focus"),
+    ("Memory management", "memory"),
+    ("Use cases", "uses"),
+)
+"""The rows of the table that are said in words, with claims to them."""

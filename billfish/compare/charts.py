@@ -1,7 +1,9 @@
 """The charts of a report, from the traced document: each a function of it and of a width."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 from billfish.compare import svg
@@ -36,7 +38,7 @@ def named(impl: str) -> str:
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
     """(class of the line or dot, words), as HTML."""
-    items = "".join(f'<li><i class="{kind}"></i>{words}</li>' for kind, words in entries)
+    items = "".join(f'<li><i class="{kind}"></i>{escape(words)}</li>' for kind, words in entries)
     return f'<ul class="legend">{items}</ul>'
 
 
@@ -100,7 +102,7 @@ def speedup_beside_peers(chart: Json, shape: Json) -> str:
     _level(f, 1, "even", "")
     for name in reversed(lines):
         points = lines[name]
-        kind = f"i-{name}"
+        kind = f"i-{_class(name)}"
         f.add(path([(f.x(p["m"]), f.y(p["speedup"])) for p in points], f"line {kind}"))
         for p in points:
             said = say(
@@ -118,7 +120,7 @@ def speedup_beside_peers(chart: Json, shape: Json) -> str:
 
 def peer_legend(chart: Json) -> str:
     found = [n for n in PEERS if any(n in s["lines"] for s in chart["shapes"])]
-    return legend([(f"i-{name}", named(name)) for name in found])
+    return legend([(f"i-{_class(name)}", named(name)) for name in found])
 
 
 def worth(family: str, techniques: Sequence[Json], width: float) -> str:
@@ -219,8 +221,8 @@ def decode(chart: Json, width: float) -> str:
                 impl["us"],
             )
             size = 5.5 if name == "billfish" else 4
-            f.add(mark(dot(f.x(impl["ratio"]), y, size=size), said, f"i-{name}"))
-    names = [(f"i-{name}", named(name)) for name in impls]
+            f.add(mark(dot(f.x(impl["ratio"]), y, size=size), said, f"i-{_class(name)}"))
+    names = [(f"i-{_class(name)}", named(name)) for name in impls]
     return f.svg("Decode beside attention over a contiguous cache, context x batch") + legend(names)
 
 
@@ -258,7 +260,7 @@ def movement(chart: Json) -> str:
 
 
 def _class(name: str) -> str:
-    return name.replace(" ", "-")
+    return re.sub(r"[^\w-]", "-", name)
 
 
 def serving(chart: Json, width: float) -> str:
@@ -272,7 +274,7 @@ def serving(chart: Json, width: float) -> str:
     f.axes(batches, steps(0, most * 1.08), "requests that decode together", "output tokens/s")
     for name in reversed(lines):
         points = lines[name]
-        f.add(path([(f.x(p["batch"]), f.y(p["tok_s"])) for p in points], f"line i-{name}"))
+        f.add(path([(f.x(p["batch"]), f.y(p["tok_s"])) for p in points], f"line i-{_class(name)}"))
         for p in points:
             said = say(
                 f"{named(name)}, batch {{}}: {{}} tokens/s; {{}} ms a token",
@@ -280,8 +282,8 @@ def serving(chart: Json, width: float) -> str:
                 p["tok_s"],
                 p["tpot_ms"],
             )
-            f.add(mark(dot(f.x(p["batch"]), f.y(p["tok_s"])), said, f"i-{name}"))
-    names = [(f"i-{name}", named(name)) for name in lines]
+            f.add(mark(dot(f.x(p["batch"]), f.y(p["tok_s"])), said, f"i-{_class(name)}"))
+    names = [(f"i-{_class(name)}", named(name)) for name in lines]
     return f.svg("Output tokens a second by batch") + legend(names)
 
 

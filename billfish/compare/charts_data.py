@@ -47,8 +47,8 @@ def speedup(record: Record | None) -> Json | None:
     if record is None:
         return None
     shapes: dict[str, dict[str, list[Json]]] = {}
-    base = {(r["n"], r["k"], r["m"]): r["us"] for r in _timed(record) if r["impl"] == "cublas"}
-    for row in _timed(record):
+    base = {(r["n"], r["k"], r["m"]): r["us"] for r in timed(record) if r["impl"] == "cublas"}
+    for row in timed(record):
         key = (row["n"], row["k"], row["m"])
         if row["impl"] != "cublas" and key in base:
             lines = shapes.setdefault(f"{row['n']} x {row['k']}", {})
@@ -75,7 +75,7 @@ def decode(record: Record | None) -> Json | None:
     if record is None:
         return None
     cases: dict[str, Json] = {}
-    for row in _timed(record):
+    for row in timed(record):
         if row["mode"] == "decode" and (row["heads_q"], row["heads_kv"]) == (32, 8):
             case = cases.setdefault(row["case"], {"case": row["case"], "impls": {}})
             case["impls"][row["impl"]] = {"us": row["us"]}
@@ -160,7 +160,7 @@ def general(record: Record | None) -> list[Json]:
     if record is None:
         return []
     cases: dict[tuple[str, ...], dict[str, Row]] = {}
-    for row in _timed(record):
+    for row in timed(record):
         key = (row["domain"], row["kernel"], row["size"], row["dtype"])
         cases.setdefault(key, {})[row["impl"]] = row
     lines = []
@@ -201,7 +201,7 @@ def tutorial(record: Record | None) -> list[Json]:
             "floor_us": row["floor_us"],
             "percent": round(100 * row["floor_us"] / row["us"], 1),
         }
-        for row in _timed(record)
+        for row in timed(record)
     ]
 
 
@@ -230,7 +230,7 @@ def kernels(records: Records, names: Iterable[str]) -> list[Json]:
     names, records = set(names), _of_one_gpu(records)
     points = []
     if "marlin" in names and "gemm" in records:
-        for r in _timed(records["gemm"]):
+        for r in timed(records["gemm"]):
             if r["impl"] == "billfish":
                 weights = r["n"] * r["k"] // 2 + 2 * r["n"] * (r["k"] // r["group_size"])
                 points.append(
@@ -244,7 +244,7 @@ def kernels(records: Records, names: Iterable[str]) -> list[Json]:
                     )
                 )
     if "paged_attention" in names and "attention" in records:
-        for r in _timed(records["attention"]):
+        for r in timed(records["attention"]):
             if r["impl"] == "billfish" and r["heads_q"] == 32:
                 points.append(
                     _point(
@@ -257,7 +257,7 @@ def kernels(records: Records, names: Iterable[str]) -> list[Json]:
                     )
                 )
     if "paged_attention" in names and "attention_movement" in records:
-        for r in _timed(records["attention_movement"]):
+        for r in timed(records["attention_movement"]):
             moved = bytes_moved(r)
             if r["impl"] == "billfish" and moved:
                 unit = "blocks" if r["mode"] == "copy" else "tokens"
@@ -292,84 +292,6 @@ def _point(family: str, record: str, name: str, us: float, nbytes: float, flops:
     }
 
 
-def performance(family: str, records: Records) -> list[Json]:
-    """The figures of the table, each with the record it comes from; None where there is none."""
-    return {"marlin": _marlin, "paged_attention": _paged, "general": _general}[family](records)
-
-
-def _claim(record: str, label: str, value: float | None, unit: str) -> Json:
-    return {"record": record, "label": label, "value": value, "unit": unit}
-
-
-def _marlin(records: Records) -> list[Json]:
-    chart = speedup(records.get("gemm"))
-    claims = []
-    for m in (1, 16, 64, 256):
-        points = [
-            (point["speedup"], shape["shape"])
-            for shape in (chart["shapes"] if chart else [])
-            for point in shape["lines"].get("billfish", [])
-            if point["m"] == m
-        ]
-        best = max(points, default=(None, ""))
-        of = f", {best[1]}" if best[1] else ""
-        claims.append(_claim("gemm", f"over FP16, M = {m}{of}", best[0], "x"))
-    lead = _leads(records.get("gemm"), ("n", "k", "m"), ("marlin", "machete", "humming"))
-    claims.append(_claim("gemm", "over the best INT4 peer, least", min(lead, default=None), "x"))
-    claims.append(_claim("gemm", "over the best INT4 peer, most", max(lead, default=None), "x"))
-    return claims
-
-
-def _paged(records: Records) -> list[Json]:
-    bound = [
-        case["impls"]["billfish"]["ratio"]
-        for case in (decode(records.get("attention")) or {"cases": []})["cases"]
-        if "billfish" in case["impls"]
-    ]
-    lead = _leads(records.get("attention"), ("mode", "case", "heads_q"), ("fa3",), mode="decode")
-    whole = cache(records.get("engine_cache"))
-    label = "beside a contiguous cache, decode"
-    return [
-        _claim("attention", f"{label}, least", min(bound, default=None), "x"),
-        _claim("attention", f"{label}, most", max(bound, default=None), "x"),
-        _claim("attention", "over FlashAttention-3, decode, least", min(lead, default=None), "x"),
-        _claim("attention", "over FlashAttention-3, decode, most", max(lead, default=None), "x"),
-        _claim(
-            "engine_cache",
-            "throughput over a contiguous cache",
-            whole["contiguous"][0]["ratio"] if whole else None,
-            "x",
-        ),
-    ]
-
-
-def _general(records: Records) -> list[Json]:
-    lines = general(records.get("general"))
-    percents = [line["percent"] for line in lines]
-    ratios = [line["ratio"] for line in lines if line["ratio"]]
-    return [
-        _claim("general", "percent of the floor, least", min(percents, default=None), "%"),
-        _claim("general", "percent of the floor, most", max(percents, default=None), "%"),
-        _claim("general", "over the best peer, least", min(ratios, default=None), "x"),
-        _claim("general", "over the best peer, most", max(ratios, default=None), "x"),
-    ]
-
-
-def _leads(
-    record: Record | None, keys: tuple[str, ...], peers: tuple[str, ...], **where: str
-) -> list[float]:
-    """The best peer's time over ours, in every case that has both."""
-    cases: dict[tuple[Any, ...], dict[str, float]] = {}
-    for row in _timed(record) if record else []:
-        if all(row[key] == value for key, value in where.items()):
-            cases.setdefault(tuple(row[key] for key in keys), {})[row["impl"]] = row["us"]
-    return [
-        round(min(us for name, us in impls.items() if name in peers) / impls["billfish"], 2)
-        for impls in cases.values()
-        if "billfish" in impls and set(peers) & set(impls)
-    ]
-
-
-def _timed(record: Record) -> list[Row]:
+def timed(record: Record) -> list[Row]:
     """Rows with a time: one that came out wrong has none."""
     return [row for row in record.rows if "us" in row]

@@ -5,9 +5,11 @@ is in the page too. What was not measured is said to be so. Links to code lead t
 installation, or to `source_url`.
 """
 
+import base64
+import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 
 import billfish
 from billfish.compare import charts
-from billfish.compare.catalogue import KINDS
+from billfish.compare.catalogue import KINDS, ROWS
 from billfish.compare.figures import Figure, number, traced
 from billfish.compare.sections import (
     NOT_YET,
@@ -53,12 +55,16 @@ def page(document: Json, *, folder: Path | None = None, source_url: str | None =
     data = json.dumps(document, ensure_ascii=False).replace("</", "<\\/")
     assets = files("billfish.compare") / "page"
     html = (assets / "report.html").read_text(encoding="utf-8")
+    script = (assets / "script.js").read_text(encoding="utf-8")
+    # Nothing but our script runs, whatever a document made elsewhere says.
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     for key, value in {
+        "csp": f"'sha256-{digest}'",
         "style": (assets / "style.css").read_text(encoding="utf-8"),
-        "nav": "".join(f'<a href="#{to}">{words}</a>' for to, words in entries),
+        "nav": "".join(f'<a href="#{escape(to)}">{escape(words)}</a>' for to, words in entries),
         "body": "".join(body),
         "data": data,
-        "script": (assets / "script.js").read_text(encoding="utf-8"),
+        "script": script,
     }.items():
         html = html.replace(f"<!-- {key} -->", value, 1)
     return html
@@ -95,7 +101,7 @@ def _banner(doc: Json) -> str:
         lost = f"<details><summary>Left out</summary><ul>{lost}</ul></details>" if lost else ""
         return (
             f'<aside class="banner here" role="note"><strong>Measured here</strong><p>On '
-            f"{escape(made['gpu'])}, {made['date']}{took}. {more}</p>{lost}</aside>"
+            f"{escape(made['gpu'])}, {escape(made['date'])}{took}. {more}</p>{lost}</aside>"
         )
     devices = sorted({(r["device"], r["date"]) for r in records if r["origin"] == "recorded"})
     where = "; ".join(f"{escape(device)}, {date}" for device, date in devices)
@@ -108,34 +114,32 @@ def _banner(doc: Json) -> str:
         '<aside class="banner" role="note" id="no-gpu"><strong>Recorded results: nothing on this '
         f"page was measured here</strong><p>{machine} Times were recorded on: {where}. The table "
         '<a href="#records">at the end</a> gives the commit, versions and command of each '
-        "record.</p></aside>"
+        "record. What is counted (blocks, memory, shares of work) needs no GPU.</p></aside>"
     )
-
-
-ROWS = (
-    ("Primary function", "function"),
-    ("Optimization focus", "focus"),
-    ("Memory management", "memory"),
-    ("Use cases", "uses"),
-)
 
 
 def _overview(families: Json, href: Href) -> str:
     head = "".join(
-        f'<th scope="col"><i class="f-{name} key"></i>{family["title"]}</th>'
+        f'<th scope="col"><i class="f-{name} key"></i>{escape(family["title"])}</th>'
         for name, family in families.items()
     )
 
     def line(title: str, cell: Callable[[str, Json], str]) -> str:
         cells = "".join(
-            f'<td data-family="{family["title"]}">{cell(name, family)}</td>'
+            f'<td data-family="{escape(family["title"])}">{cell(name, family)}</td>'
             for name, family in families.items()
         )
         return f'<tr><th scope="row">{title}</th>{cells}</tr>'
 
-    rows = [line(title, lambda _, family, key=key: escape(family[key])) for title, key in ROWS]  # type: ignore[misc]
+    def said(key: str) -> Callable[[str, Json], str]:
+        return lambda _, family: f"<p>{escape(family[key])}</p>{_claims(family['claims'][key])}"
+
+    def performance(_: str, family: Json) -> str:
+        return _claims(family["claims"]["performance"]) + code_links(family["code"], href)
+
+    rows = [line(title, said(key)) for title, key in ROWS]
     rows.insert(3, line("Key techniques", _technique_list))
-    rows.insert(4, line("Performance", lambda _, family: _performance(family, href)))
+    rows.insert(4, line("Performance", performance))
     return (
         '<section id="overview"><h2>Side by side</h2><div class="table-wrap"><table class="sides">'
         f"<thead><tr><td></td>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
@@ -159,13 +163,13 @@ def _technique_list(name: str, family: Json) -> str:
     return f'<ul class="techniques">{"".join(items)}</ul>'
 
 
-def _performance(family: Json, href: Href) -> str:
+def _claims(claims: Sequence[Json]) -> str:
     items = "".join(
         f"<div><dt>{escape(claim['label'])}</dt><dd>"
         f"{NOT_YET if claim['value'] is None else number(claim['value'], claim['unit'])}</dd></div>"
-        for claim in family["performance"]
+        for claim in claims
     )
-    return f'<dl class="claims">{items}</dl>{code_links(family["code"], href)}'
+    return f'<dl class="claims">{items}</dl>'
 
 
 def _all_kernels(chart: Json) -> str:

@@ -56,7 +56,7 @@ def family_section(name: str, family: Json, doc: Json, href: Href) -> str:
     else:
         cards = "".join(_card(name, i, t, href) for i, t in enumerate(family["techniques"]))
     return (
-        f'<section id="{name}" class="family f-{name}"><h2>{family["title"]}</h2>'
+        f'<section id="{name}" class="family f-{name}"><h2>{escape(family["title"])}</h2>'
         f'<p class="lead">{escape(family["function"])} {escape(family["focus"])}</p>'
         f"{extra(doc, href)}{worth}<h3>Techniques, with and without</h3>{cards}</section>"
     )
@@ -224,7 +224,7 @@ def _queue(picture: Json, href: Href) -> str:
         both_widths(lambda width: diagrams.timeline(picture, width))
         + charts.legend([(f"event-{lane}", words) for lane, words in diagrams.LANES.items()]),
         f"A product of {number(product['n'])} x {number(product['k'])} with "
-        f"{number(product['m'])} tokens on an {picture['gpu']}: the kernel's own configuration has "
+        f"{number(product['m'])} tokens on an {escape(picture['gpu'])}: its own configuration has "
         f"{number(picture['stages'])} stages of {number(picture['stage_bytes'], 'bytes')} in a ring"
         f" "
         f"({number(picture['in_flight_bytes'], 'bytes')} in flight), emptied by "
@@ -258,7 +258,7 @@ def _stream_k(picture: Json, href: Href) -> str:
         "Equal work for every multiprocessor: a diagram",
         both_widths(both),
         f"A product of {number(product['n'])} x {number(product['k'])} with "
-        f"{number(product['m'])} tokens as the kernel divides it on an {picture['gpu']}; a column "
+        f"{number(product['m'])} tokens, divided for an {escape(picture['gpu'])}; a column "
         f"is a thread block, a colour a tile. {' '.join(parts)} Adding up shared tiles costs time "
         "that is not in this picture." + _code(picture["code"], href),
     )

@@ -1,5 +1,6 @@
 """The comparison in a terminal: the families side by side, then each technique with and without."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -7,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from billfish.compare.catalogue import KINDS
+from billfish.compare.catalogue import KINDS, ROWS
 from billfish.compare.figures import shown, sized
 
 Json = dict[str, Any]
@@ -21,15 +22,12 @@ def show(document: Json, console: Console) -> None:
     table.add_column("")
     for family in families.values():
         table.add_column(family["title"])
-    for title, key in (
-        ("Primary function", "function"),
-        ("Optimization focus", "focus"),
-        ("Memory management", "memory"),
-    ):
-        table.add_row(title, *(family[key] for family in families.values()))
+    for title, key in ROWS[:3]:
+        table.add_row(title, *(_said(family, key) for family in families.values()))
     table.add_row("Key techniques", *(_techniques(family) for family in families.values()))
-    table.add_row("Performance", *(_performance(family) for family in families.values()))
-    table.add_row("Use cases", *(family["uses"] for family in families.values()))
+    performance = (_claims(family["claims"]["performance"]) for family in families.values())
+    table.add_row("Performance", *performance)
+    table.add_row(ROWS[3][0], *(_said(family, ROWS[3][1]) for family in families.values()))
     console.print(table)
     for family in families.values():
         _cases(family, console)
@@ -67,16 +65,19 @@ def _techniques(family: Json) -> str:
     )
 
 
-def _performance(family: Json) -> str:
-    return "\n".join(
-        f"{escape(claim['label'])}: "
-        + (
-            NOT_YET
-            if claim["value"] is None
-            else shown(claim["value"], claim["unit"]) + claim["unit"]
-        )
-        for claim in family["performance"]
-    )
+def _said(family: Json, key: str) -> str:
+    return f"{escape(family[key])}\n[dim]{_claims(family['claims'][key])}[/dim]"
+
+
+def _claims(claims: Sequence[Json]) -> str:
+    return "\n".join(f"{escape(claim['label'])}: {_value(claim)}" for claim in claims)
+
+
+def _value(claim: Json) -> str:
+    value, unit = claim["value"], claim["unit"]
+    if value is None:
+        return NOT_YET
+    return sized(value) if unit == "bytes" else shown(value, unit) + unit
 
 
 def _cases(family: Json, console: Console) -> None:

@@ -75,6 +75,19 @@ def test_a_comparison_that_is_none(tmp_path, content):
     assert not (tmp_path / "x.html").exists()
 
 
+@pytest.mark.parametrize("lost", ["families", "charts", "pictures", "records", "made"])
+def test_a_comparison_that_lacks_a_part(tmp_path, document, lost):
+    for inside in document[lost].values():
+        if isinstance(inside, dict):
+            inside.pop(next(iter(inside)), None)
+    document[lost].pop("origin" if lost == "made" else list(document[lost])[-1])
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(document))
+    error = raised("--from", path, "--html", tmp_path / "x.html")
+    assert isinstance(error, RecordError)
+    assert not (tmp_path / "x.html").exists()
+
+
 def test_a_damaged_record_stops_it(tmp_path, monkeypatch):
     (tmp_path / "gemm.json").write_text(json.dumps({**HEAD, "rows": [{"n": 1}]}))
     monkeypatch.setattr(records, "folder", lambda: tmp_path)

@@ -127,6 +127,16 @@ def test_by_keyboard_and_pointer(open_page):
     assert "FP16" in tip.inner_text()
 
 
+def test_a_comparison_from_elsewhere_runs_nothing(open_page, document):
+    """A document may be anybody's: what it says is text, and no script of it runs."""
+    family = document["families"]["marlin"]
+    for key in ("title", "function", "focus"):
+        family[key] = "<img src=x onerror='document.title = 1'><script>document.title = 1</script>"
+    page = open_page(document)
+    assert page.title() == "Three kernel families, measured - Billfish"
+    assert page.locator("img").count() == 0
+
+
 def test_on_paper_all_code_is_open(open_page):
     page = open_page()
     assert page.locator("details[open]").count() == 0

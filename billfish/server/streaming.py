@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from billfish.errors import BillfishError
-from billfish.server.access_log import info_of
+from billfish.server.access_log import RequestInfo, info_of
 from billfish.server.api_errors import ApiError, from_error
 from billfish.server.generation import ClientGone, while_connected
 
@@ -45,13 +45,13 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await while_connected(receive, self._send_all(send))
+            await while_connected(receive, self._send_all(send, info_of(scope)))
         except ClientGone:
             info_of(scope).outcome = "disconnected"
         finally:
             await self._close()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, info: RequestInfo) -> None:
         try:
             async for data in self._events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -59,7 +59,9 @@ class EventStream(Response):
         except Exception as error:
             if not isinstance(error, BillfishError | ApiError):
                 logger.error("a stream failed", exc_info=error)
-            last = event(from_error(error).body)
+            told = from_error(error)
+            info.outcome = told.code or told.kind
+            last = event(told.body)
         finally:
             await self._events.aclose()
         await send({"type": "http.response.body", "body": last, "more_body": False})

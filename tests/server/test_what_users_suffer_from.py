@@ -230,7 +230,8 @@ def test_health_tells_the_truth():
             client.close()
 
 
-def test_when_the_engine_dies_in_mid_stream_the_client_is_told():
+def test_when_the_engine_dies_in_mid_stream_the_client_is_told(caplog):
+    caplog.set_level("INFO", "billfish.access")
     with live(endless) as server:
         with server.http.stream("POST", CHAT, json=chat(stream=True)) as answer:
             lines = answer.iter_lines()
@@ -239,6 +240,8 @@ def test_when_the_engine_dies_in_mid_stream_the_client_is_told():
             rest = [line for line in lines if line]
         assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "engine_died"
         assert "data: [DONE]" not in rest  # what came is not the whole answer
+    assert "status=200" in caplog.text  # which was sent before
+    assert "outcome=engine_died" in caplog.text
 
 
 def test_when_the_engine_dies_a_request_that_does_not_stream_gets_500():

@@ -136,6 +136,35 @@ KNOWN: dict[tuple[str, str], _Known] = {
         "Without: each thread reads each body from memory, through its caches.",
         ("nbody_gpu:_nbody_kernel",),
     ),
+    ("sample", "bisection, no sort"): _Known(
+        "cached",
+        "The border of the kept tokens is found by bisection over the bits of their logits, read "
+        "anew from the cache. Without: a row is sorted.",
+        ("sample_gpu:_border", "sample_gpu:_sample_kernel"),
+    ),
+    ("matmul", "tiles in groups"): _Known(
+        "cached",
+        "Programs that run together take tiles of a block of the result, and share in L2 what they "
+        "read. Without: tiles row by row.",
+        ("matmul_gpu:_matmul_kernel", "matmul_gpu:matmul"),
+    ),
+    ("matmul", "queue"): _Known(
+        "shared",
+        "Tiles are read some steps ahead into a queue in shared memory. Without: a queue of so "
+        "many stages.",
+        ("matmul_gpu:_matmul_kernel", "matmul_gpu:config"),
+    ),
+    ("matmul", "tiles by the copy engine"): _Known(
+        "shared",
+        "Whole tiles come by the copy engine. Without: threads copy them.",
+        ("matmul_gpu:_matmul_kernel|if TMA",),
+    ),
+    ("matmul", "fused"): _Known(
+        "fused",
+        "Bias, activation and residual are applied to the sums in registers. Without: the product "
+        "is written and read again for them.",
+        ("matmul_gpu:_store", "matmul_gpu:_epilogue_kernel"),
+    ),
     ("spmv", "long rows in pieces"): _Known(
         "synchronized",
         "Long rows are cut into pieces, so that no program works longer than others. Without: each "
@@ -200,7 +229,11 @@ def _switches(module: str) -> str:
     paragraphs = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split(
         "\n\n"
     )
-    told = (" ".join(each.split()) for each in paragraphs if each.startswith("The technique's"))
+    told = (
+        " ".join(each.split())
+        for each in paragraphs
+        if each.startswith(("The technique's", "The techniques'"))
+    )
     return next(told, "").replace("`", "")
 
 

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from billfish.kernels.general import fft_gpu
+from billfish.kernels.general import bilateral_gpu, convolve2d_gpu, fft_gpu, sobel_gpu
 from tests.compile.test_general_compile import of_both
 
 if triton.knobs.runtime.interpret:
@@ -47,3 +47,50 @@ def test_fft_a_pass_at_a_time(monkeypatch):
     launch = lambda: fft_gpu.fft(x, 512, "fft", 1.0, fused=False)  # noqa: E731
     code = of_both(monkeypatch, fft_gpu, "_stage_kernel", launch)
     assert code.count("BAR.SYNC") == 0
+
+
+@pytest.mark.parametrize("window", [7, 15])
+def test_convolve2d(monkeypatch, window):
+    x, weights = torch.empty(1, 4096, 4096), torch.empty(window, window)
+    launch = lambda: convolve2d_gpu.convolve2d(x, weights, "reflect", 0.0)  # noqa: E731
+    code = of_both(monkeypatch, convolve2d_gpu, "_convolve2d_kernel", launch)
+    # Products by values of the image, of which each is read once for all rows that it serves.
+    assert code.count("FFMA") > 3 * code.count("LDG.E")
+    alone = lambda: convolve2d_gpu.convolve2d(  # noqa: E731
+        x, weights, "reflect", 0.0, reuse=False
+    )
+    code = of_both(monkeypatch, convolve2d_gpu, "_convolve2d_kernel", alone)
+    assert code.count("FFMA") < 3 * code.count("LDG.E")
+
+
+def test_separable_convolve2d(monkeypatch):
+    x, side = torch.empty(1, 4096, 4096, dtype=torch.uint8), torch.empty(9)
+    launch = lambda: convolve2d_gpu.separable_convolve2d(  # noqa: E731
+        x, side, side, "reflect", 0.0
+    )
+    code = of_both(monkeypatch, convolve2d_gpu, "_separable_kernel", launch)
+    assert code.count("FFMA") > 3 * code.count("LDG.E.U8")
+
+
+def test_sobel(monkeypatch):
+    x = torch.empty(1, 4096, 4096)
+    launch = lambda: sobel_gpu.sobel(x, "reflect")  # noqa: E731
+    code = of_both(monkeypatch, sobel_gpu, "_gradient_kernel", launch)
+    # 8 rows of both results, pairs of columns, of 10 rows read.
+    assert code.count("STG.E.64") == 16
+    launch = lambda: sobel_gpu.sobel(x, "reflect", fused=False)  # noqa: E731
+    code = of_both(monkeypatch, sobel_gpu, "_polar_kernel", launch)
+    assert code.count("LDG.E.128") > 0
+
+
+def test_bilateral(monkeypatch):
+    x = torch.empty(1, 4096, 4096)
+    launch = lambda: bilateral_gpu.bilateral(x, 5, 2.0, 0.1, "reflect")  # noqa: E731
+    code = of_both(monkeypatch, bilateral_gpu, "_bilateral_kernel", launch)
+    # One exponential for each neighbour of each pixel: a column's 11, of 4 rows, of 2 columns.
+    assert code.count("MUFU.EX2") == 11 * 4 * 2
+    launch = lambda: bilateral_gpu.bilateral(  # noqa: E731
+        x, 5, 2.0, 0.1, "reflect", table=False
+    )
+    code = of_both(monkeypatch, bilateral_gpu, "_bilateral_kernel", launch)
+    assert code.count("MUFU.EX2") > 11 * 4 * 2

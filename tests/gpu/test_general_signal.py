@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from billfish.kernels import general
-from billfish.kernels.general import fft_gpu
+from billfish.kernels.general import bilateral_gpu, convolve2d_gpu, fft_gpu, sobel_gpu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,3 +76,108 @@ def test_fft_of_a_few_rows():
     for n in (12, 64, 11):
         check_fft("fft", draw(3, n, dtype=torch.complex64), n)
     check_fft("irfft", draw(3, 97, dtype=torch.complex64), 192, limit=128)
+
+
+IMAGES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+MODES = ("constant", "reflect", "replicate", "circular")
+SHAPES = ((3, 33, 47), (1, 1080, 1920), (2, 257, 1025), (70, 32, 32))
+ROUNDING = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2.0**-8,
+            torch.float16: 2.0**-11}  # fmt: skip
+
+
+def close(got, want, size):
+    """want: in float64; size: of what was added."""
+    if got.dtype == torch.uint8:
+        assert (got - want.clamp(0, 255)).abs().max() < 0.51
+        return
+    unit = ROUNDING[got.dtype]
+    exact = 1e-13 if got.dtype == torch.float64 else 3e-6
+    assert bool(((got - want).abs() <= unit * want.abs() + exact * size).all())
+
+
+def convolved(x, weights, mode, value):
+    height, width = weights.shape
+    pads = (width // 2, width // 2, height // 2, height // 2)
+    fill = {"value": value} if mode == "constant" else {}
+    around = torch.nn.functional.pad(x.double()[:, None], pads, mode=mode, **fill)
+    total = torch.zeros_like(x, dtype=torch.float64)
+    for down in range(height):
+        for across in range(width):
+            part = around[:, 0, down : down + x.shape[1], across : across + x.shape[2]]
+            total += weights[down, across].double() * part
+    return total
+
+
+@pytest.mark.parametrize("dtype", IMAGES)
+@pytest.mark.parametrize("mode", MODES)
+def test_convolve2d(mode, dtype):
+    value = 0.5 if mode == "constant" else 0.0
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for shape in SHAPES:
+        x = draw(*shape, dtype=dtype)
+        for window in ((3, 3), (1, 9), (11, 5), (31, 31)):
+            weights = draw(*window, dtype=wide, seed=1)
+            size = 8.0 * weights.abs().sum().item() * (32 if dtype == torch.uint8 else 1)
+            want = convolved(x, weights, mode, value)
+            for reuse in (True, False):
+                got = convolve2d_gpu.convolve2d(x, weights, mode, value, reuse=reuse)
+                close(got, want, size)
+
+
+@pytest.mark.parametrize("dtype", IMAGES)
+@pytest.mark.parametrize("mode", MODES)
+def test_separable_convolve2d(mode, dtype):
+    value = 0.5 if mode == "constant" else 0.0
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for shape in SHAPES:
+        x = draw(*shape, dtype=dtype)
+        for down, across in ((3, 3), (1, 9), (11, 5), (31, 31)):
+            column, row = draw(down, dtype=wide, seed=1), draw(across, dtype=wide, seed=2)
+            weights = column.double()[:, None] * row.double()
+            size = 8.0 * weights.abs().sum().item() * (32 if dtype == torch.uint8 else 1)
+            want = convolved(x, weights, mode, value)
+            for fused in (True, False):
+                got = convolve2d_gpu.separable_convolve2d(x, column, row, mode, value, fused=fused)
+                close(got, want, size)
+
+
+@pytest.mark.parametrize("dtype", IMAGES[1:])
+@pytest.mark.parametrize("mode", MODES)
+def test_sobel(mode, dtype):
+    for shape in SHAPES:
+        x = draw(*shape, dtype=dtype)
+        smooth, difference = (torch.tensor(v, device="cuda") for v in ([1.0, 2, 1], [-1.0, 0, 1]))
+        across = convolved(x, smooth[:, None] * difference, mode, 0.0)
+        down = convolved(x, difference[:, None] * smooth, mode, 0.0)
+        want, angle = torch.hypot(across, down), torch.atan2(down, across)
+        for fused in (True, False):
+            magnitude, direction = sobel_gpu.sobel(x, mode, fused=fused)
+            close(magnitude, want, 2000.0 if dtype == torch.uint8 else 8.0)
+            turn = (direction - angle + torch.pi) % (2 * torch.pi) - torch.pi
+            # An angle is as sure as the gradient is long.
+            assert bool((turn.abs() * want <= 2e-6 * want + 1e-4).all())
+
+
+@pytest.mark.parametrize("dtype", IMAGES[1:])
+@pytest.mark.parametrize("mode", MODES)
+def test_bilateral(mode, dtype):
+    sigma = 50.0 if dtype == torch.uint8 else 1.0
+    for shape, radius in (((3, 33, 47), 15), ((1, 300, 517), 5), ((2, 64, 64), 0)):
+        x = draw(*shape, dtype=dtype)
+        want = general.bilateral_reference(x.double().cpu(), radius, 2.0, sigma, mode).cuda()
+        for options in ({}, {"table": False}, {"reuse": False}):
+            got = bilateral_gpu.bilateral(x, radius, 2.0, sigma, mode, **options)
+            close(got, want, 8.0)
+
+
+@pytest.mark.sanitize
+def test_images_of_a_few_pixels():
+    for mode in MODES:
+        x = draw(2, 9, 11)
+        weights = draw(5, 7)
+        close(
+            convolve2d_gpu.convolve2d(x, weights, mode, 0.0), convolved(x, weights, mode, 0.0), 99
+        )
+        convolve2d_gpu.separable_convolve2d(x, weights[:, 0].contiguous(), weights[0], mode, 0.0)
+        sobel_gpu.sobel(x, mode)
+        bilateral_gpu.bilateral(x, 3, 1.0, 1.0, mode)

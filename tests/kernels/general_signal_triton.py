@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from billfish.kernels import general
-from billfish.kernels.general import fft_gpu
+from billfish.kernels.general import bilateral_gpu, convolve2d_gpu, fft_gpu, sobel_gpu
+from billfish.kernels.general._image import rounded
 
 
 def draw(*shape, dtype=torch.float32, seed=0):
@@ -66,3 +67,95 @@ def test_fft_of_other_sizes(kind):
     x = draw(2, 11, dtype=torch.float32 if kind == "rfft" else torch.complex64)
     check_fft(x, 11, kind)
     check_fft(x, 11, kind, fused=False)
+
+
+def close(got, want):
+    """want: in float64. Half floats and bytes are rounded once."""
+    want = rounded(want, got.dtype) if got.dtype == torch.uint8 else want
+    relative = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 2.0**-11}
+    absolute = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 1e-3}
+    torch.testing.assert_close(
+        got.double(), want.double(), rtol=relative.get(got.dtype, 0),
+        atol=absolute.get(got.dtype, 0),
+    )  # fmt: skip
+
+
+IMAGES = [
+    ("constant", torch.float32), ("reflect", torch.uint8), ("replicate", torch.float64),
+    ("circular", torch.float16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "dtype"), IMAGES)
+def test_convolve2d(mode, dtype):
+    """One strip of rows and two, and two of columns; windows of all but one shape."""
+    value = 0.5 if mode == "constant" else 0.0
+    for shape, window in (((2, 5, 6), (3, 5)), ((1, 9, 3), (1, 5)), ((1, 3, 258), (5, 1))):
+        x, weights = draw(*shape, dtype=dtype), draw(*window, dtype=torch.float64, seed=1)
+        if dtype == torch.uint8:
+            weights = (8 * weights).round() / 64  # no sum is rounded
+        weights = weights.to(torch.float64 if dtype == torch.float64 else torch.float32)
+        want = general.convolve2d_reference(x.double(), weights.double(), mode, value, True)
+        for reuse in (True, False) if shape[1] == 3 else (True,):
+            close(convolve2d_gpu.convolve2d(x, weights, mode, value, reuse=reuse), want)
+
+
+@pytest.mark.parametrize(("mode", "dtype"), IMAGES)
+def test_separable_convolve2d(mode, dtype):
+    value = 0.5 if mode == "constant" else 0.0
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for shape, window in (((2, 5, 6), (3, 5)), ((1, 10, 4), (3, 1))):
+        x = draw(*shape, dtype=dtype)
+        column, row = (draw(size, dtype=wide, seed=size) for size in window)
+        if dtype == torch.uint8:
+            column, row = (8 * column).round() / 8, (8 * row).round() / 64
+        kernel = column.double()[:, None] * row.double()
+        want = general.convolve2d_reference(x.double(), kernel, mode, value, True)
+        for fused in (True, False):
+            got = convolve2d_gpu.separable_convolve2d(x, column, row, mode, value, fused=fused)
+            close(got, want)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("mode", "dtype"), [m for m in IMAGES if m[1] != torch.float64])
+def test_sobel(mode, dtype, fused):
+    x = draw(2, 10, 7, dtype=dtype)
+    x[0, :4, :4] = 3
+    magnitude, direction = sobel_gpu.sobel(x, mode, fused=fused)
+    want, angle = general.sobel_reference(x.double(), mode)
+    close(magnitude, want)
+    turn = (direction - angle + torch.pi) % (2 * torch.pi) - torch.pi
+    assert turn.abs().max() < 2e-6 if dtype == torch.uint8 else (turn * want).abs().max() < 1e-5
+
+
+def test_angles():
+    around = torch.arange(0, 360, 7.5, dtype=torch.float64).deg2rad()
+    x = torch.stack([around.cos(), around.sin()])
+    for scale in (1e-15, 1.0, 1e15):
+        across, down = (x * scale).float()
+        out = [torch.empty_like(across) for _ in range(2)]
+        sobel_gpu._polar_kernel[(1,)](across, down, *out, across.numel(), BLOCK=64)
+        want = torch.atan2(down.double(), across.double())
+        assert (out[1] - want).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"table": False}, {"reuse": False}])
+@pytest.mark.parametrize(("mode", "dtype"), [m for m in IMAGES if m[1] != torch.float64])
+def test_bilateral(mode, dtype, options):
+    x = draw(1, 5, 6, dtype=dtype)
+    sigma = 40.0 if dtype == torch.uint8 else 0.8
+    want = general.bilateral_reference(x.double(), 2, 1.3, sigma, mode)
+    got = bilateral_gpu.bilateral(x, 2, 1.3, sigma, mode, **options)
+    if dtype == torch.uint8:  # a half may go either way
+        assert (got - want).abs().max() < 0.5001
+    else:
+        close(got, want)
+
+
+def test_images_of_nothing():
+    for shape in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
+        x, one = draw(*shape), torch.ones(1)
+        assert convolve2d_gpu.convolve2d(x, one[None], "constant", 0.0).shape == shape
+        assert convolve2d_gpu.separable_convolve2d(x, one, one, "constant", 0.0).shape == shape
+        assert sobel_gpu.sobel(x, "constant")[1].shape == shape
+        assert bilateral_gpu.bilateral(x, 1, 1.0, 1.0, "constant").shape == shape

@@ -1,4 +1,4 @@
-"""Fourier transforms by their public functions, on the CPU; how sizes are cut for a GPU."""
+"""Images and signals by their public functions, on the CPU; how transforms are cut for a GPU."""
 
 import math
 
@@ -15,6 +15,8 @@ DOUBLES = (torch.float64, torch.complex128)
 
 def draw(*shape, dtype=torch.float32, seed=0):
     rng = torch.Generator().manual_seed(seed)
+    if dtype == torch.uint8:
+        return torch.randint(0, 256, shape, generator=rng, dtype=dtype)
     wide = torch.complex128 if dtype.is_complex else torch.float64
     return torch.randn(*shape, generator=rng, dtype=wide).to(dtype)
 
@@ -88,7 +90,130 @@ def test_sizes_are_split():
         assert plan.split(3**16, limit) in ((), (243, 243, 729), (243, 729, 243), (729, 243, 243))
 
 
+MODES = ("constant", "reflect", "replicate", "circular")
+IMAGES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+ROUNDING = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2.0**-8,
+            torch.float16: 2.0**-11, torch.uint8: 0.0}  # fmt: skip
+
+
+def close(got, want):
+    """want: in float64."""
+    assert got.shape == want.shape
+    assert got.is_contiguous()
+    if got.dtype == torch.uint8:
+        assert (got - want.clamp(0, 255)).abs().max() < 0.501
+        return
+    unit = ROUNDING[got.dtype]
+    torch.testing.assert_close(got.double(), want, rtol=unit, atol=unit * 20)
+
+
+@pytest.mark.parametrize("dtype", IMAGES)
+@pytest.mark.parametrize("mode", MODES)
+def test_convolve2d(mode, dtype):
+    value = 2.5 if mode == "constant" else 0.0
+    x, kernel = draw(2, 3, 8, 9, dtype=dtype), draw(3, 5, seed=1)
+    for correlate in (False, True):
+        want = general.convolve2d_reference(
+            x.double().flatten(0, 1), kernel.double(), mode, value, correlate
+        )
+        close(general.convolve2d(x, kernel, mode, value, correlate), want.view(x.shape))
+    column, row = draw(5, seed=2), draw(3, seed=3)
+    outer = column.double()[:, None] * row.double()
+    want = general.convolve2d_reference(x.double().flatten(0, 1), outer, mode, value)
+    close(general.separable_convolve2d(x, column, row, mode, value), want.view(x.shape))
+
+
+def test_convolution_turns_the_window_around():
+    x = torch.zeros(5, 5)
+    x[2, 2] = 1
+    kernel = draw(3, 3)
+    assert torch.equal(general.convolve2d(x, kernel)[1:4, 1:4], kernel)
+    assert torch.equal(general.convolve2d(x, kernel, correlate=True)[1:4, 1:4], kernel.flip(0, 1))
+    views = draw(6, 12, 10)[::2, ::3, 1:9:2]
+    close(general.convolve2d(views, kernel), general.convolve2d(views.clone(), kernel).double())
+
+
+def test_gaussian():
+    weights = general.gaussian(1.5)
+    assert weights.shape == (11,)
+    assert weights.sum().item() == pytest.approx(1)
+    assert weights[5] / weights[6] == pytest.approx(math.exp(0.5 / 1.5**2))
+    assert general.gaussian(3, 0).tolist() == [1.0]
+    flat = torch.full((4, 5), 7.0)
+    close(general.separable_convolve2d(flat, weights, weights, "replicate"), flat.double())
+
+
+@pytest.mark.parametrize("dtype", IMAGES[1:])
+@pytest.mark.parametrize("mode", MODES)
+def test_sobel(mode, dtype):
+    x = draw(2, 7, 8, dtype=dtype)
+    magnitude, direction = general.sobel(x, mode)
+    want, angle = general.sobel_reference(x.double(), mode)
+    torch.testing.assert_close(magnitude.double(), want, rtol=2e-6, atol=1e-5)
+    torch.testing.assert_close(direction.double(), angle, rtol=0, atol=1e-4)
+
+
+def test_sobel_of_a_slope():
+    """Brighter to the right: 0; brighter downwards: a quarter turn."""
+    slope = torch.arange(6.0).expand(5, 6)
+    magnitude, direction = general.sobel(slope, "replicate")
+    assert magnitude[2, 2] == 8
+    assert direction[2, 2] == 0
+    assert general.sobel(slope.t(), "replicate")[1][2, 2] == pytest.approx(math.pi / 2)
+    assert not general.sobel(torch.ones(3, 3))[1].any()
+
+
+@pytest.mark.parametrize("dtype", IMAGES[1:])
+@pytest.mark.parametrize("mode", MODES)
+def test_bilateral(mode, dtype):
+    x = draw(2, 7, 8, dtype=dtype)
+    sigma = 50.0 if dtype == torch.uint8 else 1.0
+    want = general.bilateral_reference(x.double(), 2, 1.2, sigma, mode)
+    close(general.bilateral(x, 1.2, sigma, 2, mode), want)
+
+
+def test_bilateral_keeps_edges():
+    x = torch.cat((torch.zeros(9, 5), torch.full((9, 5), 100.0)), 1)
+    x += draw(9, 10)
+    got = general.bilateral(x, 2.0, 10.0)
+    assert got[:, :5].max() < 2
+    assert got[:, 5:].min() > 98
+    assert got[:, :5].std() < 0.6 * x[:, :5].std()
+
+
+def test_images_of_nothing():
+    one = torch.ones(1)
+    for shape in ((0, 3, 4), (2, 0, 4), (3, 0)):
+        x = draw(*shape)
+        assert general.convolve2d(x, one[None]).shape == shape
+        assert general.separable_convolve2d(x, one, one).shape == shape
+        assert general.sobel(x)[1].shape == shape
+        assert general.bilateral(x, 1.0, 1.0).shape == shape
+
+
+IMAGE = torch.zeros(4, 4)
+
 BAD = {
+    "convolve even": lambda: general.convolve2d(IMAGE, torch.ones(2, 3)),
+    "convolve large": lambda: general.convolve2d(IMAGE, torch.ones(33, 1)),
+    "convolve integers": lambda: general.convolve2d(IMAGE, torch.ones(3, 3, dtype=torch.int32)),
+    "convolve vector": lambda: general.convolve2d(IMAGE[0], torch.ones(3, 3)),
+    "convolve list": lambda: general.convolve2d(IMAGE, [[1.0]]),
+    "convolve dtype": lambda: general.convolve2d(IMAGE.long(), torch.ones(3, 3)),
+    "convolve device": lambda: general.convolve2d(IMAGE, torch.ones(3, 3, device="meta")),
+    "convolve mode": lambda: general.convolve2d(IMAGE, torch.ones(3, 3), "mirror"),
+    "convolve value": lambda: general.convolve2d(IMAGE, torch.ones(3, 3), "reflect", 1.0),
+    "convolve small": lambda: general.convolve2d(IMAGE, torch.ones(3, 9), "reflect"),
+    "convolve wraps": lambda: general.convolve2d(IMAGE, torch.ones(11, 3), "circular"),
+    "convolve gradient": lambda: general.convolve2d(IMAGE, torch.ones(3, 3).requires_grad_()),
+    "separable matrix": lambda: general.separable_convolve2d(IMAGE, IMAGE[:3, :3], IMAGE[0, :3]),
+    "gaussian sigma": lambda: general.gaussian(0.0),
+    "gaussian radius": lambda: general.gaussian(9.0),
+    "sobel doubles": lambda: general.sobel(IMAGE.double()),
+    "sobel small": lambda: general.sobel(IMAGE[:1]),
+    "bilateral sigma": lambda: general.bilateral(IMAGE, 0.0, 1.0),
+    "bilateral range": lambda: general.bilateral(IMAGE, 1.0, float("nan")),
+    "bilateral radius": lambda: general.bilateral(IMAGE, 1.0, 1.0, 16),
     "fft scalar": lambda: general.fft(draw(1)[0]),
     "fft list": lambda: general.fft([1.0]),
     "fft integers": lambda: general.fft(torch.arange(4)),
@@ -118,3 +243,15 @@ def test_operations_as_torch_sees_them():
         (ops.fft, (draw(3, 9, dtype=torch.complex128), 16, "irfft", 1.0)),
     ):
         opcheck(op.default, arguments)
+
+
+def test_image_operations_as_torch_sees_them():
+    ops = torch.ops.billfish
+    x = draw(2, 5, 6)
+    for op, arguments in (
+        (ops.convolve2d, (x, draw(3, 3), "reflect", 0.0)),
+        (ops.separable_convolve2d, (x, draw(3), draw(5), "constant", 1.0)),
+        (ops.sobel, (draw(2, 5, 6, dtype=torch.uint8), "reflect")),
+        (ops.bilateral, (x, 2, 1.0, 1.0, "replicate")),
+    ):
+        opcheck(op.default, arguments, test_utils=("test_schema", "test_faketensor"))

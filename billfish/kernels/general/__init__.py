@@ -8,7 +8,14 @@ warm = general.heat_equation(x, 0.1, steps=100)
 """
 
 from billfish.kernels.general.adamw import AdamW, adamw_reference, adamw_step
+from billfish.kernels.general.bilateral import bilateral, bilateral_reference
 from billfish.kernels.general.compact import compact, compact_reference
+from billfish.kernels.general.convolve2d import (
+    convolve2d,
+    convolve2d_reference,
+    gaussian,
+    separable_convolve2d,
+)
 from billfish.kernels.general.cross_entropy import (
     cross_entropy,
     cross_entropy_reference,
@@ -50,6 +57,7 @@ from billfish.kernels.general.silu_mul import (
     silu_mul_backward_reference,
     silu_mul_reference,
 )
+from billfish.kernels.general.sobel import sobel, sobel_reference
 from billfish.kernels.general.softmax import softmax, softmax_backward_reference, softmax_reference
 from billfish.kernels.general.sort import sort, sort_reference
 from billfish.kernels.general.spmv import spmv, spmv_reference
@@ -60,15 +68,20 @@ __all__ = [
     "AdamW",
     "adamw_reference",
     "adamw_step",
+    "bilateral",
+    "bilateral_reference",
     "black_scholes",
     "compact",
     "compact_reference",
+    "convolve2d",
+    "convolve2d_reference",
     "cross_entropy",
     "cross_entropy_reference",
     "elementwise",
     "elementwise_reference",
     "fft",
     "fft_reference",
+    "gaussian",
     "gelu_tanh_mul",
     "gelu_tanh_mul_backward_reference",
     "gelu_tanh_mul_reference",
@@ -103,9 +116,12 @@ __all__ = [
     "scan_reference",
     "segment_reduce",
     "segment_reduce_reference",
+    "separable_convolve2d",
     "silu_mul",
     "silu_mul_backward_reference",
     "silu_mul_reference",
+    "sobel",
+    "sobel_reference",
     "softmax",
     "softmax_backward_reference",
     "softmax_reference",

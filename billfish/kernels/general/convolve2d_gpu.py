@@ -1,0 +1,152 @@
+"""Convolution of images on a GPU, in Triton; see `convolve2d.py`."""
+
+# ruff: noqa: RUF005 (Triton knows no starred tuples)
+# mypy: disable-error-code="assignment,misc"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from billfish.kernels.general._image_triton import as_image, inner, read
+from billfish.kernels.general._triton import TYPES
+from billfish.kernels.general.gpu import _on
+
+
+@triton.jit
+def _convolve2d_kernel(
+    x, weights, out, height, width, value, tiles_y, tiles_x,
+    KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    MODE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, strip, image): ROWS rows of COLUMNS columns. weights: [KH, KW], correlated."""
+    program = tl.program_id(0)
+    image = (program // tiles_x // tiles_y).to(tl.int64)
+    top = program // tiles_x % tiles_y * ROWS
+    column = program % tiles_x * COLUMNS + tl.arange(0, COLUMNS)
+    there = column < width
+    x += image * height * width
+    total = ()
+    for _ in tl.static_range(ROWS):
+        total = total + (tl.zeros([COLUMNS], DTYPE),)
+    for across in range(KW):
+        at = inner(column + across - KW // 2, width, MODE)
+        taps = ()
+        for down in tl.static_range(KH):
+            taps = taps + (tl.load(weights + down * KW + across),)
+        for i in tl.static_range(ROWS + KH - 1):
+            got = read(x, top + i - KH // 2, at, there, height, width, value, MODE, DTYPE)
+            # Row r sees this one at i - r of its window.
+            more = ()
+            for r in tl.static_range(ROWS):
+                if i - r >= 0 and i - r < KH:
+                    more = more + (total[r] + got * taps[i - r],)
+                else:
+                    more = more + (total[r],)
+            total = more
+    for r in tl.static_range(ROWS):
+        place = out + (image * height + top + r) * width + column
+        result = as_image(total[r], out.dtype.element_ty)
+        tl.store(place, result, mask=there & (top + r < height))
+
+
+@triton.jit
+def _separable_kernel(
+    x, down_weights, across_weights, out, height, width, rows, shift, value, tiles_y, tiles_x,
+    KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    MODE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """As _convolve2d_kernel, with a window of KH x KW that is a product. rows: of the result, whose
+    row r has its window begin at row r - shift."""
+    program = tl.program_id(0)
+    image = (program // tiles_x // tiles_y).to(tl.int64)
+    top = program // tiles_x % tiles_y * ROWS
+    column = program % tiles_x * COLUMNS + tl.arange(0, COLUMNS)
+    there = column < width
+    x += image * height * width
+    line = ()
+    for _ in tl.static_range(ROWS + KH - 1):
+        line = line + (tl.zeros([COLUMNS], DTYPE),)
+    for across in range(KW):
+        at = inner(column + across - KW // 2, width, MODE)
+        tap = tl.load(across_weights + across)
+        more = ()
+        for i in tl.static_range(ROWS + KH - 1):
+            got = read(x, top + i - shift, at, there, height, width, value, MODE, DTYPE)
+            more = more + (line[i] + got * tap,)
+        line = more
+    taps = ()
+    for down in tl.static_range(KH):
+        taps = taps + (tl.load(down_weights + down),)
+    for r in tl.static_range(ROWS):
+        total = line[r] * taps[0]
+        for down in tl.static_range(1, KH):
+            total += line[r + down] * taps[down]
+        place = out + (image * rows + top + r) * width + column
+        result = as_image(total, out.dtype.element_ty)
+        tl.store(place, result, mask=there & (top + r < rows))
+
+
+def _rows(window: int) -> int:
+    """Rows of a program: the more, the less of its reads are for its neighbours' rows."""
+    return 8 if window <= 9 else 16
+
+
+def _columns(window: int) -> int:
+    """Columns of a program: two a thread, or one where a thread's rows fill its registers."""
+    return 256 if window <= 9 else 128
+
+
+def convolve2d(
+    x: Tensor, weights: Tensor, mode: str, value: float, *, reuse: bool = True
+) -> Tensor:
+    """x: [images, H, W]; weights: [rows, columns], as they are correlated."""
+    images, height, width = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return out
+    rows = _rows(weights.shape[0]) if reuse else 1
+    columns = _columns(weights.shape[0])
+    across, down = triton.cdiv(width, columns), triton.cdiv(height, rows)
+    with _on(x):
+        _convolve2d_kernel[(across * down * images,)](
+            x.contiguous(), weights, out, height, width, value, down, across,
+            KH=weights.shape[0], KW=weights.shape[1], ROWS=rows, COLUMNS=columns, MODE=mode,
+            DTYPE=TYPES[weights.dtype], num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def separable_convolve2d(
+    x: Tensor, column: Tensor, row: Tensor, mode: str, value: float, *, fused: bool = True
+) -> Tensor:
+    """x: [images, H, W]; column, row: as they are correlated."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return out
+    x = x.contiguous()
+    half = column.shape[0] // 2
+    with _on(x):
+        if fused:
+            _separable(x, column, row, out, half, mode, value)
+        else:
+            # Rows outside of the image too, so that the second pass sees what the fused one does.
+            taller = (x.shape[0], x.shape[1] + 2 * half, x.shape[2])
+            between = torch.empty(taller, dtype=row.dtype, device=x.device)
+            one = torch.ones(1, dtype=row.dtype, device=x.device)
+            _separable(x, one, row, between, half, mode, value)
+            _separable(between, column, one, out, 0, "constant", 0.0)
+    return out
+
+
+def _separable(
+    x: Tensor, column: Tensor, row: Tensor, out: Tensor, shift: int, mode: str, value: float
+) -> None:
+    images, height, width = x.shape
+    rows, columns = _rows(column.shape[0]), _columns(column.shape[0])
+    across, down = triton.cdiv(width, columns), triton.cdiv(out.shape[1], rows)
+    _separable_kernel[(across * down * images,)](
+        x, column, row, out, height, width, out.shape[1], shift, value, down, across,
+        KH=column.shape[0], KW=row.shape[0], ROWS=rows, COLUMNS=columns, MODE=mode,
+        DTYPE=TYPES[row.dtype], num_warps=4,
+    )  # fmt: skip

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from billfish.kernels.general import bilateral_gpu, convolve2d_gpu, fft_gpu, sobel_gpu
+from billfish.kernels.general import bilateral_gpu, convolve2d_gpu, fft_gpu, fir_gpu, sobel_gpu
 from tests.compile.test_general_compile import of_both
 
 if triton.knobs.runtime.interpret:
@@ -94,3 +94,11 @@ def test_bilateral(monkeypatch):
     )
     code = of_both(monkeypatch, bilateral_gpu, "_bilateral_kernel", launch)
     assert code.count("MUFU.EX2") > 11 * 4 * 2
+
+
+def test_fir(monkeypatch):
+    x, taps, state = torch.empty(4, 1 << 20), torch.empty(64), torch.empty(4, 63)
+    launch = lambda: fir_gpu.fir(x, taps, state)  # noqa: E731
+    code = of_both(monkeypatch, fir_gpu, "_fir_kernel", launch)
+    assert code.count("LDG.E.128") > 0
+    assert code.count("FFMA") > 32

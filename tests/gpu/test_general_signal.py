@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from billfish.kernels import general
-from billfish.kernels.general import bilateral_gpu, convolve2d_gpu, fft_gpu, sobel_gpu
+from billfish.kernels.general import bilateral_gpu, convolve2d_gpu, fft_gpu, fir_gpu, sobel_gpu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -181,3 +181,27 @@ def test_images_of_a_few_pixels():
         convolve2d_gpu.separable_convolve2d(x, weights[:, 0].contiguous(), weights[0], mode, 0.0)
         sobel_gpu.sobel(x, mode)
         bilateral_gpu.bilateral(x, 3, 1.0, 1.0, mode)
+
+
+@pytest.mark.parametrize("dtype", IMAGES[:-1])
+@pytest.mark.parametrize(("rows", "n"), [(1, 1), (3, 1000), (2, 1_000_003), (5000, 64)])
+def test_fir(rows, n, dtype):
+    for count in (1, 2, 5, 64, 500):
+        x, state = draw(rows, n, dtype=dtype), draw(rows, count - 1, dtype=dtype, seed=1)
+        taps = draw(count, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+        want = general.fir_reference(x.double(), taps.double(), state.double())
+        for reuse in (True, False):
+            got = fir_gpu.fir(x, taps, state, reuse=reuse)
+            close(got, want, 8.0 * taps.abs().sum().item())
+
+
+@pytest.mark.parametrize("count", [511, 512, 5000])
+def test_fir_of_a_stream(count):
+    x, taps = draw(3, 100_000), draw(count, seed=1)
+    want = general.fir_reference(x.double(), taps.double())
+    state, parts = None, []
+    for piece in x.split([1, 49_999, 50_000], 1):
+        part, state = general.fir(piece, taps, state)
+        parts.append(part)
+    assert (torch.cat(parts, 1) - want).norm() <= 2e-6 * want.norm()
+    assert torch.equal(state, x[:, -(count - 1) :])

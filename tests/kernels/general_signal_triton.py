@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from billfish.kernels import general
-from billfish.kernels.general import bilateral_gpu, convolve2d_gpu, fft_gpu, sobel_gpu
+from billfish.kernels.general import bilateral_gpu, convolve2d_gpu, fft_gpu, fir_gpu, sobel_gpu
 from billfish.kernels.general._image import rounded
 
 
@@ -159,3 +159,24 @@ def test_images_of_nothing():
         assert convolve2d_gpu.separable_convolve2d(x, one, one, "constant", 0.0).shape == shape
         assert sobel_gpu.sobel(x, "constant")[1].shape == shape
         assert bilateral_gpu.bilateral(x, 1, 1.0, 1.0, "constant").shape == shape
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_fir(dtype, reuse):
+    """Taps of one, few and many chunks; a signal of one tile and of two."""
+    for n, taps in ((1, 1), (3, 6), (50, 20), (1040, 7)):
+        x, state = draw(2, n, dtype=dtype), draw(2, taps - 1, dtype=dtype, seed=2)
+        weights = draw(taps, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+        want = general.fir_reference(x.double(), weights.double(), state.double())
+        close(fir_gpu.fir(x, weights, state, reuse=reuse), want)
+    assert fir_gpu.fir(draw(2, 0), draw(3), draw(2, 2), reuse=reuse).shape == (2, 0)
+
+
+@pytest.mark.parametrize("at", [0, 5, 1023, 1026, 1035])
+def test_fir_of_a_nan(at):
+    """It spoils the samples that see it, and no others."""
+    x, state = torch.ones(1, 1040), torch.zeros(1, 4)
+    x[0, at] = torch.nan
+    spoilt = fir_gpu.fir(x, torch.ones(5), state).isnan().nonzero()[:, 1]
+    assert spoilt.tolist() == [i for i in range(at, at + 5) if i < 1040]

@@ -191,6 +191,33 @@ def test_images_of_nothing():
         assert general.bilateral(x, 1.0, 1.0).shape == shape
 
 
+@pytest.mark.parametrize("dtype", IMAGES[:-1])
+def test_fir(dtype):
+    x, taps = draw(2, 3, 50, dtype=dtype), draw(7)
+    want = general.fir_reference(x.double(), taps.double())
+    got, state = general.fir(x, taps)
+    close(got, want)
+    assert torch.equal(state, x[..., -6:])
+    turned, state = general.fir(x.transpose(1, 2), taps, dim=1)
+    close(turned, want.transpose(1, 2).contiguous())
+    assert state.shape == (2, 6, 3)
+
+
+@pytest.mark.parametrize("count", [1, 2, 9, 512, 700])
+def test_fir_of_a_stream(count):
+    """Piece by piece as all at once; the shorter of the pieces do not fill the state."""
+    x, taps = draw(2, 3000), draw(count, seed=1)
+    want = general.fir_reference(x.double(), taps.double())
+    whole, end = general.fir(x, taps)
+    state, parts = None, []
+    for piece in x.split([1, 3, 996, 0, 2000], 1):
+        part, state = general.fir(piece, taps, state)
+        parts.append(part)
+    for got in (whole, torch.cat(parts, 1)):
+        assert (got - want).norm() <= 2e-6 * want.norm()
+    assert torch.equal(state, end)
+
+
 IMAGE = torch.zeros(4, 4)
 
 BAD = {
@@ -213,6 +240,14 @@ BAD = {
     "sobel small": lambda: general.sobel(IMAGE[:1]),
     "bilateral sigma": lambda: general.bilateral(IMAGE, 0.0, 1.0),
     "bilateral range": lambda: general.bilateral(IMAGE, 1.0, float("nan")),
+    "fir scalar": lambda: general.fir(draw(1)[0], draw(2)),
+    "fir integers": lambda: general.fir(torch.arange(3), draw(2)),
+    "fir no taps": lambda: general.fir(draw(3), draw(0)),
+    "fir matrix": lambda: general.fir(draw(3), draw(2, 2)),
+    "fir state": lambda: general.fir(draw(2, 3), draw(3), draw(2, 3)),
+    "fir state dtype": lambda: general.fir(draw(3), draw(3), draw(2).half()),
+    "fir gradient": lambda: general.fir(draw(3).requires_grad_(), draw(3)),
+    "fir dim": lambda: general.fir(draw(3), draw(3), dim=1),
     "bilateral radius": lambda: general.bilateral(IMAGE, 1.0, 1.0, 16),
     "fft scalar": lambda: general.fft(draw(1)[0]),
     "fft list": lambda: general.fft([1.0]),
@@ -252,6 +287,7 @@ def test_image_operations_as_torch_sees_them():
         (ops.convolve2d, (x, draw(3, 3), "reflect", 0.0)),
         (ops.separable_convolve2d, (x, draw(3), draw(5), "constant", 1.0)),
         (ops.sobel, (draw(2, 5, 6, dtype=torch.uint8), "reflect")),
+        (ops.fir, (draw(2, 9), draw(3), draw(2, 2))),
         (ops.bilateral, (x, 2, 1.0, 1.0, "replicate")),
     ):
         opcheck(op.default, arguments, test_utils=("test_schema", "test_faketensor"))

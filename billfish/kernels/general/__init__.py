@@ -23,6 +23,7 @@ from billfish.kernels.general.cross_entropy import (
 )
 from billfish.kernels.general.elementwise import elementwise, elementwise_reference
 from billfish.kernels.general.fft import fft, fft_reference, ifft, irfft, rfft
+from billfish.kernels.general.fir import fir, fir_reference
 from billfish.kernels.general.gelu_mul import (
     gelu_tanh_mul,
     gelu_tanh_mul_backward_reference,
@@ -81,6 +82,8 @@ __all__ = [
     "elementwise_reference",
     "fft",
     "fft_reference",
+    "fir",
+    "fir_reference",
     "gaussian",
     "gelu_tanh_mul",
     "gelu_tanh_mul_backward_reference",

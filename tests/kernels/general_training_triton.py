@@ -104,6 +104,8 @@ def test_cross_entropy(dtype):
             target[0], target[2], target[3] = 130, 199, 128
         loss, total = cross_entropy_gpu.cross_entropy(logits, target, -100, block=64)
         close(loss, general.cross_entropy_reference(logits.double(), target))
+        twice = cross_entropy_gpu.cross_entropy(logits, target, -100, online=False, block=64)
+        close(twice[0], general.cross_entropy_reference(logits.double(), target))
         dloss = draw(rows, seed=4)
         got = cross_entropy_gpu.cross_entropy_backward(dloss, logits, total, target, -100, block=64)
         leaf = logits.double().requires_grad_()

@@ -1,8 +1,8 @@
 """Stream compaction: the values where a mask is true, in their order, without holes.
 
 Where a value goes is how many are kept before it: an exclusive scan of the mask. The scan is done
-in the same pass (decoupled look-back, `_triton.py`), so values and mask are read once and only what
-is kept is written.
+in the same pass (decoupled look-back, `_triton.py`), so values and mask are read once, and what is
+kept and the zeros behind it are written once.
 
 The technique's switch: `compact_gpu.compact(..., fused=False)` runs a scan of its own first, and
 writes and reads the places.

@@ -25,7 +25,10 @@ def _compact_kernel(x, keep, out, count, state, ticket, n, x_step, BLOCK: tl.con
         publish(state, tile, total, AGGREGATE)
         before = look_back(state, 0, tile, before, "sum", False)
     publish(state, tile, before + total, PREFIX)
-    tl.store(out + before + tl.cumsum(ones, 0) - ones, value, mask=kept)
+    place = before + tl.cumsum(ones, 0) - ones
+    tl.store(out + place, value, mask=kept)
+    # What is dropped fills the end: as many zeros as values, the first dropped at the very end.
+    tl.store(out + n - 1 - (i - place), tl.zeros_like(value), mask=(i < n) & ~kept)
     if (tile + 1).to(tl.int64) * BLOCK >= n:
         tl.store(count, (before + total).to(tl.int64))
 
@@ -38,6 +41,7 @@ def _scatter_kernel(x, keep, place, out, count, n, x_step, BLOCK: tl.constexpr):
     value = tl.load(x + i * x_step, mask=i < n, other=0)
     to = tl.load(place + i, mask=i < n, other=0)
     tl.store(out + to - 1, value, mask=kept)
+    tl.store(out + n - 1 - (i - to), tl.zeros_like(value), mask=(i < n) & ~kept)
     tl.store(count + i * 0, to, mask=i == n - 1)
 
 
@@ -45,7 +49,7 @@ def compact(
     x: Tensor, keep: Tensor, *, fused: bool = True, block: int = 2048
 ) -> tuple[Tensor, Tensor]:
     n = x.shape[0]
-    out = torch.zeros(n, dtype=x.dtype, device=x.device)
+    out = torch.empty(n, dtype=x.dtype, device=x.device)
     count = torch.zeros(1, dtype=torch.int64, device=x.device)
     if not n:
         return out, count

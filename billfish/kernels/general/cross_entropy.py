@@ -11,7 +11,8 @@ in bfloat16 are 2 GB, and their gradient as much again. The loss is a sum over t
 logits in their place, and from it at once the gradients of x and weight. Memory is a chunk's,
 whatever the number of tokens (the idea of Liger-Kernel: Hsu et al., 2024, arXiv:2410.10989).
 
-The technique's switch: `chunk` as large as x has rows.
+The techniques' switches: `cross_entropy_gpu.cross_entropy(..., online=False)` reads a row twice,
+for its maximum first; `chunk` as large as x has rows.
 """
 
 from collections.abc import Callable

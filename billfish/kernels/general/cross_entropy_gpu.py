@@ -15,14 +15,14 @@ BLOCK = 4096
 @triton.jit
 def _loss_kernel(
     logits, target, loss, total, scale, n, stride, ignore, GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ONLINE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """GRADIENT: scale[0] * (softmax - one_hot) is written over the logits; else total is kept."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     wanted = tl.load(target + row)
     kept = wanted != ignore
-    most, powers = log_sum(logits, n, BLOCK)
+    most, powers = log_sum(logits, n, ONLINE, BLOCK)
     whole = most + tl.log(powers)
     there = kept & (wanted >= 0) & (wanted < n)
     picked = tl.load(logits + wanted, mask=there, other=float("nan")).to(tl.float32)
@@ -59,8 +59,9 @@ def _backward_kernel(
 
 
 def cross_entropy(
-    logits: Tensor, target: Tensor, ignore_index: int, *, block: int = BLOCK
+    logits: Tensor, target: Tensor, ignore_index: int, *, online: bool = True, block: int = BLOCK
 ) -> tuple[Tensor, Tensor]:
+    """online: maximum and sum in one read."""
     rows = _rows(logits)
     loss = torch.empty(rows.shape[0], dtype=torch.float32, device=logits.device)
     total = torch.empty_like(loss)
@@ -68,7 +69,7 @@ def cross_entropy(
         with _on(logits):
             _loss_kernel[(rows.shape[0],)](
                 rows, target.contiguous(), loss, total, total, rows.shape[1], rows.stride(0),
-                ignore_index, GRADIENT=False, BLOCK=block, num_warps=8,
+                ignore_index, GRADIENT=False, ONLINE=online, BLOCK=block, num_warps=8,
             )  # fmt: skip
     return loss, total
 
@@ -97,7 +98,7 @@ def linear_cross_entropy(
         with _on(x):
             _loss_kernel[(logits.shape[0],)](
                 logits, target.contiguous(), loss, loss, scale, logits.shape[1], logits.stride(0),
-                ignore_index, GRADIENT=True, BLOCK=block, num_warps=8,
+                ignore_index, GRADIENT=True, ONLINE=True, BLOCK=block, num_warps=8,
             )  # fmt: skip
         return loss
 

@@ -12,9 +12,15 @@ RESIDENT = 16384
 
 
 @triton.jit
-def log_sum(x, n, BLOCK: tl.constexpr):
-    """(the maximum of n values, the sum of exp(value - maximum)), in one read."""
+def log_sum(x, n, ONLINE: tl.constexpr, BLOCK: tl.constexpr):
+    """(the maximum of n values, the sum of exp(value - maximum)), in one read; without ONLINE in
+    two, the first for the maximum."""
     most = tl.full([BLOCK], float("-inf"), tl.float32)
+    if not ONLINE:
+        for start in range(0, n, BLOCK):
+            d = start + tl.arange(0, BLOCK)
+            most = tl.maximum(most, tl.load(x + d, mask=d < n, other=float("-inf")).to(tl.float32))
+        most = tl.full([BLOCK], 0.0, tl.float32) + tl.max(most, 0)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, n, BLOCK):
         d = start + tl.arange(0, BLOCK)
@@ -43,7 +49,7 @@ def _softmax_kernel(x, out, n, x_stride, RESIDENT: tl.constexpr, BLOCK: tl.const
         power = tl.exp(value - tl.max(value, 0))
         tl.store(out + d, (power / tl.sum(power, 0)).to(out.dtype.element_ty), mask=d < n)
     else:
-        most, total = log_sum(x, n, BLOCK)
+        most, total = log_sum(x, n, True, BLOCK)
         for start in range(0, n, BLOCK):
             d = start + tl.arange(0, BLOCK)
             value = tl.load(x + d, mask=d < n, other=0.0).to(tl.float32)

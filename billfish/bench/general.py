@@ -7,7 +7,7 @@
 Peers: torch, torch.compile, and CuPy (which brings CUB, cuFFT and cuSPARSE), Liger-Kernel and
 FlashInfer where they are installed; the record names those that are missing. All implementations of
 a case are captured in CUDA graphs and replayed in turns, so that they meet the same clock and power
-state; one that waits for the host, which no graph may, is timed by itself (`graph` is false). Each
+state; those of CuPy and what waits for the GPU are timed call by call (`graph` is false). Each
 call of a graph has inputs and results of its own, enough of them to miss the L2 cache. Compilation
 is outside. Results are checked against float64; one that is off is marked and not timed.
 
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from billfish.bench import record
 from billfish.bench.general_case import Case, Function, Inputs, dtype_name, is_there
-from billfish.bench.turns import Call, capturable, elapsed_us, time_in_turns
+from billfish.bench.turns import Call, elapsed_us, time_in_turns, waits
 from billfish.errors import ConfigError
 
 DOMAINS = ("data", "training", "science", "signal")
@@ -170,7 +170,9 @@ def timed(
     inputs = [case.draw(device) for _ in range(copies)]
     calls = {name: [_held(function, each) for each in inputs] for name, function in impls.items()}
     eager = [
-        name for name, each in calls.items() if device.type == "cuda" and not capturable(each[0])
+        name
+        for name, each in calls.items()
+        if getattr(impls[name], "eager", False) or (device.type == "cuda" and waits(each[0]))
     ]
     return timer(calls, eager=eager, ahead_cycles=AHEAD_CYCLES), eager
 
@@ -297,8 +299,10 @@ def main(arguments: list[str]) -> None:
                 continue
             rows[path] += _measured(case, partial(measure, case, rates, DEVICE))
             record.write(path, head | {"rates": rates.as_json()}, rows[path])
-            torch.cuda.empty_cache()
         torch._dynamo.reset()
+        if not _sound():
+            print("a CUDA graph failed and left this process unsound; --kernels and --keep go on")
+            break
     for path, show in ((options.out, table), (options.ablation, ablation_table)):
         if path:
             print(show(rows[path]))
@@ -313,6 +317,16 @@ def _measured(case: Case, measure: Callable[[], list[Row]]) -> list[Row]:
     except Exception as problem:
         print(f"{case.name}: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
         return []
+
+
+def _sound() -> bool:
+    """Whether torch still draws and frees; a graph that fails leaves both in the middle of it."""
+    try:
+        torch.rand(1, device=DEVICE)
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _kept(path: str, head: Mapping[str, Any], cases: Sequence[Case]) -> list[Row]:

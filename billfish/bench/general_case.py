@@ -68,9 +68,9 @@ class Case:
     take them. read, written: the bytes that any implementation has to move; flops: what it has to
     compute, at the rate of products of matrices of `math` (default: dtype; float32 without TF32).
     reference: the result in float64 or integers, as `error` compares it. peers: by name, whose
-    first word says what it needs (MODULES); a callable that waits for the GPU is timed without a
-    graph. settings: technique -> setting -> the kernel with that technique switched; the technique
-    as `run` has it is not listed.
+    first word says what it needs (MODULES); one that waits for the GPU, or has the attribute
+    `eager`, is timed without a graph. settings: technique -> setting -> the kernel with that
+    technique switched; the technique as `run` has it is not listed.
     """
 
     domain: str
@@ -122,19 +122,23 @@ def compiled(function: Function) -> Function:
 
 
 def with_cupy(function: Function) -> Function:
-    """function(cupy, *arrays) on torch's stream and memory, its arrays back as tensors."""
+    """function(cupy, *arrays) on torch's stream and memory, its arrays back as tensors.
+
+    Timed without a graph: much of CuPy waits for the GPU, and does not say so.
+    """
 
     def call(*inputs: Any) -> Any:
         cupy = _cupy()
         with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
             return _to_torch(cupy, function(cupy, *(_to_cupy(cupy, x) for x in inputs)))
 
+    call.eager = True  # type: ignore[attr-defined]
     return call
 
 
 @cache
 def _cupy() -> Any:
-    """With torch's allocator, whose memory a CUDA graph may take while it is captured."""
+    """With torch's allocator, so that both share what is free."""
     cupy: Any = import_module("cupy")
 
     def take(size: int, device: int) -> int:

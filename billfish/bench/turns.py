@@ -29,21 +29,22 @@ def capture(calls: Sequence[Call], at_least_us: float = 2000.0) -> tuple[torch.c
     return graph, rotations * len(calls)
 
 
-def capturable(call: Call) -> bool:
-    """Whether a CUDA graph can hold the call; one that waits for the GPU it cannot."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()  # what it sets up at its first call is not for a graph
-        torch.cuda.synchronize()
-        try:
-            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
-                call()
-        except RuntimeError:
-            return False
-        finally:
-            torch.cuda.current_stream().wait_stream(stream)
-    return True
+def waits(call: Call) -> bool:
+    """Whether the call makes the host wait for the GPU, which no CUDA graph may hold.
+
+    Told by torch, not tried in a graph: one that fails while it is captured leaves torch's
+    allocator and random generator in the middle of it.
+    """
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
 
 
 def elapsed_us(call: Call, ahead_cycles: int = 0) -> float:

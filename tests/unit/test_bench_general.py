@@ -92,6 +92,18 @@ def test_a_peer_that_fails_is_left_out(capsys):
     assert "broken: ZeroDivisionError" in capsys.readouterr().out
 
 
+def test_what_no_graph_holds_is_told():
+    peer = general_case.with_cupy(lambda cupy, x: x)
+    assert peer.eager
+
+    def by_call(x):
+        return x + x
+
+    by_call.eager = True
+    rows = bench.compare(doubled(peers={"torch": by_call}), RATES, CPU, timer=timer)
+    assert [row["graph"] for row in rows] == [True, False]
+
+
 def test_results_in_place_do_not_reach_the_next():
     case = doubled(run=lambda x: x.mul_(2), peers={"other": lambda x: x.mul_(2)})
     rows = bench.compare(case, RATES, CPU, timer=timer)
@@ -161,6 +173,8 @@ def test_a_whole_run(tmp_path, monkeypatch, capsys):
     failing = doubled(kernel="fails", reference=lambda x: 1 / 0, settings={})
     late = doubled(kernel="late")
     monkeypatch.setattr(bench, "DEVICE", CPU)
+    states = iter([True, True])
+    monkeypatch.setattr(bench, "_sound", lambda: next(states, False))
     monkeypatch.setattr(bench, "COLD_BYTES", 20_000_000)
     monkeypatch.setattr(bench, "time_in_turns", timer)
     monkeypatch.setattr(bench.Rates, "measured", classmethod(lambda cls: RATES))

@@ -1,17 +1,21 @@
-"""The commands as a person runs them: real processes, over a small random model."""
+"""The commands as a person runs them, over a small random model; processes where that matters."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from billfish.cli import main
 from billfish.version import __version__
 from tests.e2e import tiny_gguf
 
@@ -31,6 +35,22 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+def run_here(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """The same in this process, which has loaded torch already; that takes most of a command."""
+    out, errors, status = io.StringIO(), io.StringIO(), 0
+    with (
+        mock.patch.dict(os.environ, {"COLUMNS": "120"}),
+        mock.patch.multiple(sys, argv=["billfish", *arguments], stdin=io.StringIO(stdin)),
+        redirect_stdout(out),
+        redirect_stderr(errors),
+    ):
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), errors.getvalue())
+
+
 def test_generate_one_json_equals_streamed(tiny: str) -> None:
     options = ["--model", tiny, "--max-tokens", "12", "--dtype", "float32"]
     streamed = run("generate", *options, "Hello there")
@@ -46,7 +66,7 @@ def test_generate_one_json_equals_streamed(tiny: str) -> None:
 
 def test_generate_options_reach_the_sampler(tiny: str) -> None:
     def text(*options: str) -> str:
-        result = run("generate", "-m", tiny, "--max-tokens", "12", *options, "Hello there")
+        result = run_here("generate", "-m", tiny, "--max-tokens", "12", *options, "Hello there")
         assert result.returncode == 0, result.stderr
         return result.stdout
 
@@ -58,7 +78,7 @@ def test_generate_options_reach_the_sampler(tiny: str) -> None:
 
 def test_generate_options_of_the_distribution(tiny: str) -> None:
     def text(*options: str) -> str:
-        result = run("generate", "-m", tiny, "--max-tokens", "16", *options, "Hello there")
+        result = run_here("generate", "-m", tiny, "--max-tokens", "16", *options, "Hello there")
         assert result.returncode == 0, result.stderr
         return result.stdout
 
@@ -75,7 +95,7 @@ def test_generate_options_of_the_distribution(tiny: str) -> None:
 
 def test_generate_json_logprobs(tiny: str) -> None:
     options = ["--json", "--logprobs", "3", "--max-tokens", "5", "--seed", "1"]
-    result = run("generate", "-m", tiny, *options, "--temperature", "1", "Hello there")
+    result = run_here("generate", "-m", tiny, *options, "--temperature", "1", "Hello there")
     assert result.returncode == 0, result.stderr
     line = json.loads(result.stdout)
     assert len(line["logprobs"]) == line["output_tokens"]
@@ -88,19 +108,19 @@ def test_generate_json_logprobs(tiny: str) -> None:
 
 def test_generate_samples(tiny: str) -> None:
     options = ["-m", tiny, "--max-tokens", "8", "--temperature", "1", "--seed", "1"]
-    result = run("generate", *options, "-n", "3", "--json", "Hello", "Bye")
+    result = run_here("generate", *options, "-n", "3", "--json", "Hello", "Bye")
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert [(line["prompt"], line["index"]) for line in lines] == [
         (prompt, index) for prompt in ("Hello", "Bye") for index in range(3)
     ]
     assert len({line["text"] for line in lines[:3]}) == 3
-    shown = run("generate", *options, "-n", "3", "--ledger", "Hello")
+    shown = run_here("generate", *options, "-n", "3", "--ledger", "Hello")
     assert shown.stdout == "".join(
         f"\n>>> Hello [{line['index']}]\n{line['text']}\n" for line in lines[:3]
     )
     assert "samples forked" in shown.stderr
-    one = run("generate", *options, "--json", "Hello", "Bye")
+    one = run_here("generate", *options, "--json", "Hello", "Bye")
     assert json.loads(one.stdout.splitlines()[0]) == lines[0]
 
 
@@ -108,14 +128,14 @@ def test_a_models_own_defaults_are_shown_and_give_way(tmp_path: Path) -> None:
     path = tmp_path / "hot.gguf"
     tiny_gguf.write(path, metadata=lambda w: w.add_float32("general.sampling.temp", 5.0))
     common = ["generate", "-m", str(path), "--max-tokens", "12", "--seed", "1", "Hello there"]
-    hot, cold = run(*common), run(*common, "--temperature", "0")
-    again = run(*common, "--temperature", "5")
+    hot, cold = run_here(*common), run_here(*common, "--temperature", "0")
+    again = run_here(*common, "--temperature", "5")
     assert "sampling defaults of the model file: temperature=5" in hot.stderr
     assert hot.stdout == again.stdout != cold.stdout
 
 
 def test_generate_chat_uses_the_template_and_shows_the_ledger(tiny: str) -> None:
-    result = run("generate", "-m", tiny, "--max-tokens", "4", "--chat", "--ledger", "Hi")
+    result = run_here("generate", "-m", tiny, "--max-tokens", "4", "--chat", "--ledger", "Hi")
     assert result.returncode == 0
     # <|im_start|> user \n Hi <|im_end|> \n <|im_start|> assistant \n: one token a byte, or control.
     assert f" {1 + 5 + 2 + 1 + 1 + 1 + 10} " in result.stderr
@@ -142,7 +162,7 @@ def test_generate_chat_uses_the_template_and_shows_the_ledger(tiny: str) -> None
     ],
 )
 def test_bad_arguments_are_one_line(tiny: str, arguments: list[str], words: str) -> None:
-    result = run("generate", "-m", tiny, *arguments)
+    result = run_here("generate", "-m", tiny, *arguments)
     assert result.returncode == 1
     assert result.stdout.strip() == ""
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
@@ -162,7 +182,7 @@ def test_missing_and_damaged_models_are_one_line(tmp_path: Path) -> None:
 
 def test_chat_with_a_model_that_cannot_is_refused_at_start(tmp_path: Path) -> None:
     path = tiny_gguf.write(tmp_path / "plain.gguf", template=None)
-    result = run("chat", "-m", str(path), stdin="hello\n")
+    result = run_here("chat", "-m", str(path), stdin="hello\n")
     assert result.returncode == 1
     assert "no chat template" in result.stderr
     assert "> " not in result.stdout
@@ -195,7 +215,7 @@ def test_a_request_without_an_answer_is_an_error(tmp_path: Path) -> None:
         tmp_path / "huge.gguf", change_shapes=lambda s: s.pop("output_norm.weight"), extra=huge
     )
     for options in ([], ["--json"]):
-        result = run("generate", "-m", str(path), *options, "Hi")
+        result = run_here("generate", "-m", str(path), *options, "Hi")
         assert result.returncode == 1
         assert "not finite" in result.stderr
 
@@ -209,7 +229,7 @@ def test_chat_remembers_resets_and_leaves(tiny: str) -> None:
 
 def test_chat_too_long_for_the_context_can_go_on(tiny: str) -> None:
     lines = "x" * 600 + "\nshort\n/exit\n"
-    result = run("chat", "-m", tiny, "--max-tokens", "3", stdin=lines)
+    result = run_here("chat", "-m", tiny, "--max-tokens", "3", stdin=lines)
     assert result.returncode == 0
     assert "max_model_len is 512" in result.stdout
     assert result.stdout.count("error:") == 1

@@ -1,8 +1,11 @@
 """Decoding steps compiled for the CPU: equal to the operations they stand for, where they fit."""
 
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -183,6 +186,20 @@ def test_what_cannot_be_an_integer(value: float) -> None:
     assert found.view(np.int32)[3] == codes[32:].sum()
 
 
+def test_products_on_a_processor_with_avx2_alone(tmp_path: Path) -> None:
+    """torch then packs in another way, and LLVM has other instructions."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("needs AVX-512: with AVX2 the other tests are of it")
+    environment = {
+        **os.environ, "ATEN_CPU_CAPABILITY": "avx2", "NUMBA_CPU_NAME": "haswell",
+        "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c,+bmi2", "NUMBA_CACHE_DIR": str(tmp_path),
+    }  # fmt: skip
+    test = f"{__file__}::{test_a_product_is_that_of_the_dequantized_weight.__name__}"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{test}[32-offset]"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
 def _as_multiplied(weight: marlin.PackedWeight) -> Tensor:
     """float64 [n, k], with the shift rounded to bfloat16 as it is stored."""
     codes = weight.unpack()[0].double()
@@ -288,6 +305,12 @@ def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CompiledDecode.of(model, cache, 256) is None
     monkeypatch.setenv(cpu_native.SWITCH, "0")
     assert cpu_native.why_not() == "BILLFISH_CPU_NATIVE is 0"
+
+
+def test_the_compiler_sees_a_change_of_any_file() -> None:
+    step = cpu_native.load()
+    for entry in (step.layers, step.head):  # numba's cache goes by what a function closes over
+        assert [cell.cell_contents for cell in entry.py_func.__closure__] == [step._version()]
 
 
 def test_threads_all_run_every_job() -> None:

@@ -3,9 +3,10 @@
 Optional: without numba, or where a processor or a model is of another kind, the operations of the
 other kernel packages do the same. Nothing here imports numba before `load` is called.
 
-    vector   inner loops: INT4 times float32, bfloat16 dot products, exponentials
-    step     all layers of a model, and its head, as two compiled functions
-    threads  several threads in one compiled function
+    vector    LLVM's instructions on vectors; inner loops of attention and activations
+    products  inner loops of products with INT4, 8-bit and bfloat16 weights
+    step      all layers of a model, and its head, as two compiled functions
+    threads   several threads in one compiled function
 """
 
 import importlib.util
@@ -13,12 +14,14 @@ import os
 import sys
 from types import ModuleType
 
+import torch
+
 from billfish.kernels.marlin.cpu import int4_block_rows
 
 SWITCH = "BILLFISH_CPU_NATIVE"
 """Environment variable; 0: as if numba were not there."""
 
-_BLOCK_ROWS = 64
+_BLOCK_ROWS = (32, 64)  # with AVX2, with AVX-512
 
 
 def why_not() -> str | None:
@@ -29,8 +32,10 @@ def why_not() -> str | None:
         return "it is for Linux only"
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed"
-    if int4_block_rows() != _BLOCK_ROWS:
-        return "the processor has no AVX-512"
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return "the processor has no AVX2"
+    if int4_block_rows() not in _BLOCK_ROWS:
+        return "torch packs INT4 weights in another way"
     return None
 
 

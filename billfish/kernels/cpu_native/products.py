@@ -46,8 +46,8 @@ Q8_0_BYTES = 34
 """Of a block of GGUF's Q8_0: a float16 scale and 32 signed bytes."""
 
 _AHEAD = 4096
-"""Bytes by which weights are asked for before they are read: a processor's own guesses end with
-each page of 4096 bytes, and fetch half as fast."""
+"""Bytes by which weights are asked for before they are read: a processor's own guesses of what is
+read next end with each page of 4096 bytes."""
 _GROUPS_AHEAD = 4
 """The same of scales."""
 

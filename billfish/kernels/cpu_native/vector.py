@@ -1,8 +1,7 @@
-"""Inner loops on vectors of 16 floats, written as LLVM's own instructions.
+"""Vectors of 16 numbers as LLVM's own instructions, and inner loops made of them.
 
-LLVM splits the vectors to what the processor has: one register with AVX-512, two with AVX2, four
-with SSE or NEON. Each loop is a numba intrinsic over addresses. A row's sum is made in the same
-order however many rows there are, so results do not depend on the batch.
+LLVM splits the vectors to what the processor has: one register with AVX-512, two with AVX2. Each
+loop is a numba intrinsic over addresses.
 
 bfloat16 values are read two at a time, as the halves of a 32-bit word, so what they are multiplied
 with is kept `split`: of every 32 values the 16 even ones, then the 16 odd ones.

@@ -213,3 +213,27 @@ def test_matmul_of_more_than_two_thousand_million_results():
     got = general.matmul(a, b)
     assert got[65_999, 32_999] == 16.0
     assert got[0, 0] == got[65_998, 32_999] == 8.0
+
+
+@pytest.mark.sanitize
+def test_a_few_of_each():
+    """Small enough for a memory checker: tiles that stick out on all sides."""
+    x = draw(5, 7, 9)
+    close(
+        general.heat_equation(x, 0.1, 3, "periodic"),
+        general.heat_equation_reference(x.double(), (0.1,) * 3, 3, "periodic"),
+    )
+    mass = draw(45).abs()
+    position = draw(45, 3)
+    want = general.nbody_acceleration_reference(position.double(), mass.double(), 0.1)
+    close(general.nbody_acceleration(position, mass, 0.1), want, 1e-4)
+    price, _ = general.option_price(100.0, 90.0, 0.0, 0.2, 1.0, paths=1001, steps=3, device="cuda")
+    there, _ = general.option_price(100.0, 90.0, 0.0, 0.2, 1.0, paths=1001, steps=3)
+    close(price.cpu(), there, 1e-4)
+    offsets = torch.tensor([0, 3, 3, 700, 701], device="cuda")
+    columns = torch.arange(701, device="cuda") * 7 % 50
+    values, vector = draw(701), draw(50, seed=1)
+    want = general.spmv_reference(values.double(), columns, offsets, vector.double())
+    close(general.spmv(values, columns, offsets, vector), want, 1e-4)
+    a, b = draw(33, 24, dtype=torch.float16), draw(24, 40, dtype=torch.float16, seed=1)
+    close(general.matmul(a, b), a.double() @ b.double(), 1e-2)

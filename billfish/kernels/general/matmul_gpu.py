@@ -82,7 +82,7 @@ def _matmul_kernel(
             x = a.load([start, top]).T if TURN_A else a.load([top, start])
             y = b.load([left, start]).T if TURN_B else b.load([start, left])
         else:
-            i = start + tl.arange(0, BLOCK_K)
+            i = start + tl.arange(0, BLOCK_K).to(tl.int64)
             x = _tile(a, row, i[None, :], m, end, a_m, a_k)
             y = _tile(b, i[:, None], column, end, n, b_k, b_n)
         total = tl.dot(x, y, total, input_precision=PRECISION)

@@ -70,32 +70,32 @@ def test_what_is_shown(open_page, document):
     assert page.locator("svg:visible").count() >= 15
 
 
-@pytest.mark.parametrize("width", [1280, 375])
-def test_no_words_run_out_of_a_chart(open_page, recorded, width):
+def test_no_words_run_out_of_a_chart(open_page, recorded):
     """With general kernels too, whose names are long; their figures are made up."""
     made = general_records()
     for name in ("linear_cross_entropy fwd+bwd", "rotary_embedding"):
         rows = made["ablation_general"].rows
         rows += [{**row, "kernel": name, "domain": "training"} for row in rows[:2]]
     long = build.comparison({**recorded, **made}, FAMILIES, gpu=None)
-    page = open_page(long, viewport={"width": width, "height": 900})
-    wide = page.evaluate(
-        """() => [...document.querySelectorAll('svg')].filter(s => s.checkVisibility())
-           .filter(s => {
-             const box = s.getBoundingClientRect();
-             return [...s.querySelectorAll('text')].some(t => {
-               const b = t.getBoundingClientRect();
-               return b.left < box.left - 12 || b.right > box.right + 12;
-             });
-           }).map(s => s.getAttribute('aria-label'))"""
-    )
-    assert wide == []
+    page = open_page(long)
+    outside = """() => [...document.querySelectorAll('svg')].filter(s => s.checkVisibility())
+        .filter(s => {
+          const box = s.getBoundingClientRect();
+          return [...s.querySelectorAll('text')].some(t => {
+            const b = t.getBoundingClientRect();
+            return b.left < box.left - 12 || b.right > box.right + 12;
+          });
+        }).map(s => s.getAttribute('aria-label'))"""
+    for width in (1280, 375):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate(outside) == []
 
 
-@pytest.mark.parametrize("width", [320, 375, 768, 1280])
-def test_any_width(open_page, width):
-    page = open_page(viewport={"width": width, "height": 740})
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
+def test_any_width(open_page):
+    page = open_page()
+    for width in (320, 375, 768, 1280):
+        page.set_viewport_size({"width": width, "height": 740})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_light_and_dark(open_page):

@@ -134,7 +134,7 @@ class CallScanner:
     def _decode(self, text: str) -> object:
         try:
             return json.loads(text, strict=False)
-        except ValueError:
+        except (ValueError, RecursionError):
             self.state = "wrong"
             return ""
 

@@ -160,3 +160,12 @@ def test_what_may_be_a_call_is_not_held_back_for_ever(name, monkeypatch):
     held = parser.feed(text[:80])
     assert held == []
     assert parser.feed(text[80:]) == [Text(text)]
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
+@pytest.mark.parametrize("step", [1, 1000, 10**6])
+def test_a_name_that_is_nested_without_end_is_no_call(name, step):
+    """Nesting is deeper than Python's own reader of JSON goes."""
+    opening = {"hermes": "<tool_call>", "llama3_json": "", "mistral": "[TOOL_CALLS]["}[name]
+    text = opening + '{"name": ' + "[" * 20_000 + "]" * 20_000 + "}"
+    assert parse(name, cuts(text, list(range(0, len(text), step)))) == (text, [])

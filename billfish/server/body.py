@@ -7,8 +7,10 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from billfish.server.api_errors import ApiError
+from billfish.server.api_errors import RETRY_AFTER, ApiError
 
+MAX_HELD = 1 << 30
+"""Bytes of the bodies of all requests that have not ended."""
 MAX_CONTAINERS = 50_000
 """Objects and lists that a body may hold."""
 MAX_COMMAS = 300_000
@@ -25,12 +27,39 @@ class BodyLimit:
         self._app = app
         self._max_bytes = max_bytes
         self._seconds = seconds
+        self._held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            self._check_headers(scope)
-            receive = self._limited(receive)
-        await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        self._check_headers(scope)
+        deadline = asyncio.get_running_loop().time() + self._seconds
+        size, complete = 0, False
+
+        async def limited() -> Message:
+            nonlocal size, complete
+            if complete:  # only the end of the connection is awaited now
+                return await receive()
+            message = await self._before(deadline, receive)
+            complete = not message.get("more_body", False)
+            length = len(message.get("body", b""))
+            size += length
+            self._held += length
+            if size > self._max_bytes:
+                raise self._too_large()
+            if self._held > MAX_HELD:
+                raise ApiError(
+                    429, "too much is being sent at once: try again later",
+                    kind="rate_limit_error", code="rate_limit_exceeded",
+                    headers={"Connection": "close", "Retry-After": str(RETRY_AFTER)},
+                )  # fmt: skip
+            return message
+
+        try:
+            await self._app(scope, limited, send)
+        finally:
+            self._held -= size
 
     def _check_headers(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
@@ -54,32 +83,15 @@ class BodyLimit:
                     code="unsupported_media_type",
                 )  # fmt: skip
 
-    def _limited(self, receive: Receive) -> Receive:
-        deadline = asyncio.get_running_loop().time() + self._seconds
-        size, complete = 0, False
-
-        async def limited() -> Message:
-            nonlocal size, complete
-            if complete:  # only the end of the connection is awaited now
+    async def _before(self, deadline: float, receive: Receive) -> Message:
+        try:
+            async with asyncio.timeout_at(deadline):
                 return await receive()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    message = await receive()
-            except TimeoutError:
-                raise ApiError(
-                    408, "the body did not arrive in time", code="request_timeout",
-                    headers={"Connection": "close"},
-                ) from None  # fmt: skip
-            if message["type"] == "http.request":
-                size += len(message.get("body", b""))
-                complete = not message.get("more_body", False)
-                if size > self._max_bytes:
-                    raise self._too_large()
-            else:
-                complete = True
-            return message
-
-        return limited
+        except TimeoutError:
+            raise ApiError(
+                408, "the body did not arrive in time", code="request_timeout",
+                headers={"Connection": "close"},
+            ) from None  # fmt: skip
 
     def _too_large(self) -> ApiError:
         return ApiError(

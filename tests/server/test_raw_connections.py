@@ -10,10 +10,11 @@ import sys
 import httpx
 import pytest
 
+from billfish.server import body as bodies
 from billfish.server.fake_engine import FakeEngine
 from billfish.server.protocol import unread
 from tests.server.conftest import chat
-from tests.server.live import live, wait_until
+from tests.server.live import PATIENCE, live, wait_until
 from tests.server.raw import receive, request, send
 
 HOST = b"Host: localhost\r\n"
@@ -93,7 +94,7 @@ def test_who_offers_to_upgrade_is_answered_as_if_it_had_not(server, framing, pie
         b"GET /health HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n" + HOST + b"\r\n"
     )
     data += LAST
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as connection:
         for at in range(0, len(data), step := -(-len(data) // pieces)):
             connection.sendall(data[at : at + step])
         answer = receive(connection)
@@ -116,7 +117,7 @@ def test_answers_keep_the_order_of_requests_when_a_later_one_is_malformed(server
 
 def test_a_malformed_request_does_not_cut_into_a_stream():
     with live(endless) as server:
-        answer = send(server, streaming(max_tokens=2000) + b"nonsense\r\n\r\n", seconds=60)
+        answer = send(server, streaming(max_tokens=2000) + b"nonsense\r\n\r\n")
     assert statuses(answer) == [200, 400]
     stream, _, _ = answer.partition(b"HTTP/1.1 400")
     assert stream.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
@@ -125,7 +126,7 @@ def test_a_malformed_request_does_not_cut_into_a_stream():
 def test_requests_that_wait_on_one_connection_are_limited():
     with live(endless) as server:
         server.engine.pause()
-        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as connection:
             version = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
             connection.sendall(streaming(max_tokens=3) + version * 300)
             server.engine.resume()
@@ -136,12 +137,12 @@ def test_requests_that_wait_on_one_connection_are_limited():
 def test_a_client_that_pipelines_and_goes_aborts_what_runs(caplog):
     with live(endless) as server:
         server.pause_after(5)
-        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as connection:
             connection.sendall(streaming(max_tokens=4000, n=4) * 3)
-            server.wait_paused(60)
+            server.wait_paused()
         wait_until(lambda: not server.uvicorn.server_state.connections)
         server.engine.resume()
-        server.wait_idle(60)
+        server.wait_idle()
         finished = server.call(server.engine.stats).counters.finished
     assert finished == {"abort": 4}
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
@@ -149,7 +150,7 @@ def test_a_client_that_pipelines_and_goes_aborts_what_runs(caplog):
 
 def test_a_client_that_reads_nothing_of_its_answer_is_dropped(caplog):
     with live(write_seconds=0.2) as server:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             ask = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
             for _ in range(10):
@@ -176,6 +177,21 @@ def test_what_a_slow_client_has_read_is_seen_before_the_system_asks_for_more():
         assert unread(Transport()) >= before + 5000
         theirs.recv(5000, socket.MSG_WAITALL)
         assert unread(Transport()) == before == 1000
+
+
+def test_bodies_of_all_requests_together_are_limited(monkeypatch):
+    """Each is within its bounds, and there may be thousands of connections."""
+    monkeypatch.setattr(bodies, "MAX_HELD", 50_000)
+    with live(max_body_bytes=40_000) as server:
+        half = POST + b"Content-Length: 40000\r\n\r\n" + b" " * 30_000
+        ask = {"prompt": "x" * 30_000}
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as slow:
+            slow.sendall(half)
+            wait_until(lambda: server.http.post("/tokenize", json=ask).status_code == 429)
+            answer = server.http.post("/tokenize", json=ask)
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+            assert server.http.post("/tokenize", json={"prompt": "x"}).status_code == 200
+        wait_until(lambda: server.http.post("/tokenize", json=ask).status_code != 429)
 
 
 # Web pages that are allowed to use the API see its errors, and may send what their clients send.

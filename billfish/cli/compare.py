@@ -60,6 +60,7 @@ def command(
     console = Console()
     if source is not None:
         document = build.check(records.read_json(source), str(source))
+        document["made"]["file"] = source.name
     else:
         document = _made(families, quick, recorded)
     try:

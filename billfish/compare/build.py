@@ -47,6 +47,7 @@ def comparison(
             "origin": MEASURED if here else RECORDED,
             "seconds": seconds,
             "left_out": list(left_out),
+            "file": None,  # of a comparison that is shown from a file: its name
         },
         "records": {name: _source(record) for name, record in records.items()},
         "families": families,

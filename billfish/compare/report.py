@@ -52,7 +52,7 @@ def page(document: Json, *, folder: Path | None = None, source_url: str | None =
     entries += [(name, family["title"]) for name, family in families.items()]
     entries += [("serving", "Whole model")] if doc["charts"]["serving"] else []
     entries += [("records", "Records")]
-    data = json.dumps(document, ensure_ascii=False).replace("</", "<\\/")
+    data = json.dumps(document, ensure_ascii=False).replace("<", "\\u003c")
     assets = files("billfish.compare") / "page"
     html = (assets / "report.html").read_text(encoding="utf-8")
     script = (assets / "script.js").read_text(encoding="utf-8")
@@ -99,17 +99,20 @@ def _banner(doc: Json) -> str:
         took = f", in {number(made['seconds'], ' s')}" if made["seconds"] is not None else ""
         lost = "".join(f"<li>{escape(each)}</li>" for each in made["left_out"])
         lost = f"<details><summary>Left out</summary><ul>{lost}</ul></details>" if lost else ""
+        kind, title = "here", "Measured here"
+        if made["file"]:
+            kind, title = "", f"Measured elsewhere, shown from {escape(made['file'])}"
         return (
-            f'<aside class="banner here" role="note"><strong>Measured here</strong><p>On '
+            f'<aside class="banner {kind}" role="note"><strong>{title}</strong><p>On '
             f"{escape(made['gpu'])}, {escape(made['date'])}{took}. {more}</p>{lost}</aside>"
         )
     devices = sorted({(r["device"], r["date"]) for r in records if r["origin"] == "recorded"})
     where = "; ".join(f"{escape(device)}, {date}" for device, date in devices)
-    machine = (
-        f"This machine has a GPU, {escape(made['gpu'])}, which was not asked."
-        if made["gpu"]
-        else "This machine has no GPU."
-    )
+    machine = "This machine has no GPU."
+    if made["file"]:
+        machine = f"Shown from {escape(made['file'])}."
+    elif made["gpu"]:
+        machine = f"This machine has a GPU, {escape(made['gpu'])}, which was not asked."
     return (
         '<aside class="banner" role="note" id="no-gpu"><strong>Recorded results: nothing on this '
         f"page was measured here</strong><p>{machine} Times were recorded on: {where}. The table "

@@ -37,10 +37,12 @@ def show(document: Json, console: Console) -> None:
 def _say_where(document: Json, console: Console) -> None:
     made = document["made"]
     if made["origin"] == "measured":
-        console.print(f"Measured here, on {made['gpu']}, {made['date']}.", style="green")
+        where = f"elsewhere, shown from {made['file']}" if made["file"] else "here"
+        words = f"Measured {where}: on {made['gpu']}, {made['date']}."
+        console.print(words, style="green", markup=False, highlight=False)
     else:
         console.print("Recorded results: nothing was measured here.", style="bold yellow")
-        if made["gpu"] is None:
+        if made["gpu"] is None and not made["file"]:
             console.print("This machine has no GPU.")
     for name, record in document["records"].items():
         if record["origin"] == "recorded":

@@ -165,7 +165,7 @@ def test_with_a_gpu_it_measures(plans, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU of the tests")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     said = run("--family", "marlin", "--quick", "--json", tmp_path / "a.json")
-    assert "Measured here, on a GPU of the tests" in said
+    assert "Measured here: on a GPU of the tests" in said
     document = json.loads((tmp_path / "a.json").read_text())
     assert asked == [True]
     assert document["made"]["origin"] == "measured"
@@ -173,6 +173,12 @@ def test_with_a_gpu_it_measures(plans, monkeypatch, tmp_path):
     assert document["records"]["gemm"]["origin"] == "recorded"
     found = {t["name"]: t for t in document["families"]["marlin"]["techniques"]}
     assert [c["ratio"] for c in found["Stream-K"]["cases"]] == [1.5]
+
+    said = run("--from", tmp_path / "a.json", "--html", tmp_path / "a.html")
+    page = (tmp_path / "a.html").read_text()
+    for shown in (said, page):
+        assert "Measured elsewhere, shown from a.json" in shown
+        assert "Measured here" not in shown
 
     said = run("--family", "marlin", "--recorded", "--json", tmp_path / "b.json")
     assert asked == [True]

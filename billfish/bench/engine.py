@@ -162,14 +162,30 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             values = [prefill(served, batch, prompt) for _ in range(options.rounds)]
             row("prefill_ms", batch, prompt, 1, values)
     if "throughput" in measures:
-        loaded = json.loads(Path(options.lengths).read_text())
-        loaded = loaded["lengths"] if isinstance(loaded, dict) else loaded
-        lengths = [(int(prompt), int(output)) for prompt, output in loaded]
+        lengths = read_lengths(options.lengths) if options.lengths else draw_lengths()
         prompts, outputs = (sum(pair[i] for pair in lengths) for i in (0, 1))
         value = throughput(served, lengths)
         row("output_tok_s", len(lengths), prompts, outputs, [value])
         print(served.engine.stats(), flush=True)
     return rows
+
+
+def read_lengths(path: str) -> list[tuple[int, int]]:
+    """(prompt, output) tokens of each request, from a file."""
+    loaded = json.loads(Path(path).read_text())
+    loaded = loaded["lengths"] if isinstance(loaded, dict) else loaded
+    return [(int(prompt), int(output)) for prompt, output in loaded]
+
+
+def draw_lengths(count: int = 1000) -> list[tuple[int, int]]:
+    """As of a chat: prompts and answers of some two hundred tokens on average, a few much longer.
+    The same on every machine."""
+    draw = random.Random(0)
+    return [
+        (min(2048, 1 + int(draw.lognormvariate(5.0, 0.8))),
+         min(2048, 1 + int(draw.lognormvariate(5.0, 0.7))))
+        for _ in range(count)
+    ]  # fmt: skip
 
 
 def start_seconds(options: argparse.Namespace) -> list[float]:
@@ -202,7 +218,10 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--device", default="auto")
     cli.add_argument("--measure", default="decode,prefill", help="also throughput, start")
     cli.add_argument("--batches", default="1,8,32,64,128,256")
-    cli.add_argument("--lengths", help='JSON list of [prompt, output], perhaps as "lengths"')
+    cli.add_argument(
+        "--lengths",
+        help='JSON list of [prompt, output], perhaps as "lengths"; without it 1000 are drawn',
+    )
     cli.add_argument("--rounds", type=int, default=3)
     cli.add_argument("--max-num-seqs", type=int, default=256)
     cli.add_argument("--max-num-batched-tokens", type=int, default=8192)

@@ -1,0 +1,31 @@
+"""What the benchmark of the engine draws, and what it keeps of a file."""
+
+import json
+
+import pytest
+
+from billfish.bench import engine
+from billfish.errors import ConfigError
+
+HEAD = {"device": "a", "commit": "b"}
+
+
+def test_lengths_are_the_same_everywhere(tmp_path):
+    lengths = engine.draw_lengths()
+    assert lengths == engine.draw_lengths()
+    assert len(lengths) == 1000
+    assert all(1 <= n <= 2048 for pair in lengths for n in pair)
+    path = tmp_path / "lengths.json"
+    for content in (lengths, {"lengths": lengths}):
+        path.write_text(json.dumps(content))
+        assert engine.read_lengths(str(path)) == lengths
+
+
+def test_rows_are_kept_of_the_same_device_and_commit(tmp_path):
+    path = tmp_path / "engine.json"
+    assert engine._kept(str(path), HEAD) == []
+    path.write_text(json.dumps({**HEAD, "rows": [{"value": 1}]}))
+    assert engine._kept(str(path), HEAD) == [{"value": 1}]
+    for other in ({**HEAD, "device": "c"}, {**HEAD, "commit": None}):
+        with pytest.raises(ConfigError, match="--keep"):
+            engine._kept(str(path), other)

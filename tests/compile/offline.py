@@ -5,18 +5,21 @@ Triton asks its driver for a target before it compiles; `FakeDriver` answers, so
 assembler come with the triton package.
 """
 
+import io
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -54,14 +57,28 @@ class FakeDriver:
         return "void *"
 
 
+_reports: dict[str, str] = {}
+"""What the assembler said, by PTX, of all that this process has compiled."""
+
+
 @contextmanager
 def fake_device(capability: int = 90) -> Iterator[None]:
     """Within the block, Triton compiles for compute capability `capability` (90: sm_90a)."""
     before = driver._active
     driver.set_active(FakeDriver(capability))
+    assemble, silent = CUDABackend.make_cubin, knobs.nvidia.dump_ptxas_log
+
+    def noted(backend: CUDABackend, ptx: str, *rest: Any) -> bytes:
+        with redirect_stdout(io.StringIO()) as said:
+            cubin = assemble(backend, ptx, *rest)
+        _reports[ptx] = said.getvalue()
+        return cubin
+
+    CUDABackend.make_cubin, knobs.nvidia.dump_ptxas_log = noted, True
     try:
         yield
     finally:
+        CUDABackend.make_cubin, knobs.nvidia.dump_ptxas_log = assemble, silent
         driver._active = before
 
 
@@ -97,17 +114,20 @@ class MachineCode:
 
 
 def machine_code(kernel: Any, arch: str = "sm_90a") -> MachineCode:
-    """Disassemble a compiled kernel. Its PTX is assembled again, for the warnings Triton hides."""
+    """Disassemble a compiled kernel. Where Triton had it in its cache, its PTX is assembled again,
+    for the assembler's report."""
     with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        ptx.write_text(kernel.asm["ptx"])
+        cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(kernel.asm["cubin"])
         sass = _run("nvdisasm", "-c", str(cubin))
-        again = str(Path(folder, "again.cubin"))
-        # The triton package has a second assembler for the chips that its first does not know.
-        ptxas = "ptxas-blackwell" if arch.startswith("sm_1") else "ptxas"
-        report = _run(ptxas, "-v", f"--gpu-name={arch}", str(ptx), "-o", again)
-    return MachineCode(sass, report)
+        ptx = kernel.asm["ptx"]
+        if ptx not in _reports:
+            source, again = Path(folder, "kernel.ptx"), str(Path(folder, "again.cubin"))
+            source.write_text(ptx)
+            # The triton package has a second assembler for the chips that its first does not know.
+            ptxas = "ptxas-blackwell" if arch.startswith("sm_1") else "ptxas"
+            _reports[ptx] = _run(ptxas, "-v", f"--gpu-name={arch}", str(source), "-o", again)
+    return MachineCode(sass, _reports[ptx])
 
 
 def _run(tool: str, *arguments: str) -> str:

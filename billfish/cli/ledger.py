@@ -49,7 +49,7 @@ def _totals(outputs: "Sequence[RequestOutput]", llm: "LLM") -> Table:
     stats = llm.stats()
     every = [output.metrics for output in outputs]
     start = min(metrics.arrival for metrics in every)
-    end = max((m.finished for m in every if m.finished is not None), default=None)
+    end = max((m.finished_at for m in every if m.finished_at is not None), default=None)
     tokens = sum(metrics.num_output_tokens for metrics in every)
     block_size = llm.config.cache.block_size
 

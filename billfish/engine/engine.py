@@ -408,7 +408,7 @@ class Engine:
         if not samples:
             del self._requests[request.request_id]
             self._seeds.forget(request.request_id)
-        request.record.finished = self._clock()
+        request.record.finished_at = self._clock()
         self._finished[reason] += 1
 
     def _fail(self, outputs: list[RequestOutput]) -> None:

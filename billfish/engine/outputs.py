@@ -26,7 +26,7 @@ class RequestMetrics:
     arrival: float
     first_scheduled: float | None = None
     first_token: float | None = None
-    finished: float | None = None
+    finished_at: float | None = None
     num_prompt_tokens: int
     num_output_tokens: int = 0
     peak_blocks: int = 0
@@ -51,9 +51,9 @@ class RequestMetrics:
 
         Known when the request has finished.
         """
-        if self.first_token is None or self.finished is None or self.num_output_tokens < 2:
+        if self.first_token is None or self.finished_at is None or self.num_output_tokens < 2:
             return None
-        return (self.finished - self.first_token) / (self.num_output_tokens - 1)
+        return (self.finished_at - self.first_token) / (self.num_output_tokens - 1)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

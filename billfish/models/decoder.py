@@ -184,8 +184,8 @@ class DecoderLayer(nn.Module):
 class CausalLM(nn.Module):
     """Token ids to logits, over a paged KV cache.
 
-    kv_cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]. only: the layers to
-    build, for those who run a model in parts; None: all.
+    kv_cache: [num_layers, 2, 1 + num_blocks, block_size, num_kv_heads, head_dim], the null block
+    first. only: the layers to build, for those who run a model in parts; None: all.
     """
 
     def __init__(

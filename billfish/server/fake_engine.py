@@ -280,7 +280,7 @@ class InstantHost:
             arrival=now,
             first_scheduled=now,
             first_token=now,
-            finished=now,
+            finished_at=now,
             num_prompt_tokens=len(prompt),
             num_output_tokens=count,
             peak_blocks=0,

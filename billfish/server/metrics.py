@@ -208,7 +208,7 @@ class RequestMeter:
             metrics.queue.observe(record.queue_time)
         if record.first_token is not None and record.first_scheduled is not None:
             metrics.prefill.observe(record.first_token - record.first_scheduled)
-            if record.finished is not None:
-                metrics.decode.observe(record.finished - record.first_token)
+            if record.finished_at is not None:
+                metrics.decode.observe(record.finished_at - record.first_token)
         if record.tpot is not None:
             metrics.tpot.observe(record.tpot)

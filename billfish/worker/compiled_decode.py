@@ -142,7 +142,7 @@ class CompiledDecode:
     def takes(self, positions: Tensor, metadata: AttentionMetadata) -> bool:
         """Whether a step is one for `forward`; the model says what is wrong with others."""
         count = len(positions)
-        num_blocks, block_size = self.kv_cache.shape[2:4]
+        size, block_size = self.kv_cache.shape[2:4]
         if metadata.max_query_len != 1 or not 0 < count <= self._step.MAX_ROWS:
             return False
         longest = self._own[5].shape[2] - 16
@@ -155,8 +155,8 @@ class CompiledDecode:
         blocks = table[first_tokens < lengths[:, None]]
         bounds = (
             (lengths, 1, lengths.max() + 1),
-            (blocks, 0, num_blocks),
-            (metadata.slot_mapping.numpy(), 0, num_blocks * block_size),
+            (blocks, 0, size),
+            (metadata.slot_mapping.numpy(), 0, size * block_size),
             (positions.numpy(), 0, len(self._cos_sin)),
         )
         return all(low <= values.min() and values.max() < high for values, low, high in bounds)

@@ -20,11 +20,11 @@ NOTHING_LEFT = "allowed_token_ids, bad_words and min_tokens leave no token to ch
 class ModelRunner:
     """The executor of one model on one device; see `billfish.engine.plan.Executor`.
 
-    kv_cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]. host_cache: the same
-    in host memory, for blocks that are swapped out; None where none ever are. vocab_size: tokens
-    that may be chosen; a model's own vocabulary may be longer, padded to a round number. grammars:
-    for requests that ask for a form of their text; None where there are none. compiled: the same
-    model and cache, for the steps that it takes.
+    kv_cache: [num_layers, 2, 1 + num_blocks, block_size, num_kv_heads, head_dim]. host_cache: the
+    same in host memory, for blocks that are swapped out; None where none ever are. vocab_size:
+    tokens that may be chosen; a model's own vocabulary may be longer, padded to a round number.
+    grammars: for requests that ask for a form of their text; None where there are none. compiled:
+    the same model and cache, for the steps that it takes.
     """
 
     def __init__(

@@ -29,10 +29,10 @@ class TestMetrics:
         engine.add_request("b", [1], SamplingParams(max_tokens=1, seed=0))
         final = run(engine)
         a, b = final["a"].metrics, final["b"].metrics
-        assert (a.arrival, a.first_scheduled, a.first_token, a.finished) == (10, 11, 13, 19)
+        assert (a.arrival, a.first_scheduled, a.first_token, a.finished_at) == (10, 11, 13, 19)
         assert (a.queue_time, a.ttft, a.tpot) == (1.0, 3.0, 2.0)
         assert (a.num_prompt_tokens, a.num_output_tokens, a.peak_blocks) == (5, 4, 2)
-        assert (b.arrival, b.first_scheduled, b.first_token, b.finished) == (11, 19, 21, 21)
+        assert (b.arrival, b.first_scheduled, b.first_token, b.finished_at) == (11, 19, 21, 21)
         assert (b.queue_time, b.ttft, b.tpot) == (8.0, 10.0, None)
 
     def test_preemption_keeps_the_first_times(self) -> None:
@@ -47,7 +47,7 @@ class TestMetrics:
         for request_id in "ab":
             engine.add_request(request_id, [1, 2, 3, 4], SamplingParams(max_tokens=12, seed=0))
         metrics = run(engine)["b"].metrics
-        assert (metrics.first_scheduled, metrics.first_token, metrics.finished) == (0, 1, 15)
+        assert (metrics.first_scheduled, metrics.first_token, metrics.finished_at) == (0, 1, 15)
         assert (metrics.preemptions, metrics.peak_blocks) == (1, 4)
 
     def test_of_a_request_that_never_ran(self) -> None:
@@ -55,7 +55,7 @@ class TestMetrics:
         engine.add_request("a", [1], SHORT)
         metrics = engine.abort("a")[0].metrics
         assert (metrics.queue_time, metrics.ttft, metrics.tpot) == (None, None, None)
-        assert (metrics.finished, metrics.peak_blocks) == (0.0, 0)
+        assert (metrics.finished_at, metrics.peak_blocks) == (0.0, 0)
 
     def test_stats_by_hand(self) -> None:
         engine, _ = make_engine(num_blocks=10, block_size=16, max_num_seqs=1)

@@ -38,6 +38,18 @@ _GATED = _Known(
     "reads and writes all of it.",
     ("gpu:_gated_kernel",),
 )
+_TRANSFORM = _Known(
+    "shared",
+    "All passes of a transform in one launch: a row stays in registers, and changes threads "
+    "through shared memory between passes. Without: a launch a pass, through memory.",
+    ("fft_gpu:_fft_kernel", "fft_gpu:_passes"),
+)
+_REUSE = _Known(
+    "cached",
+    "A value that is read serves several results, out of a register. Without: it is read again for "
+    "each product.",
+    (),
+)
 _GRADIENTS = "Gradients of all inputs from one read of what they need. Without: a pass for each."
 
 KNOWN: dict[tuple[str, str], _Known] = {
@@ -135,6 +147,33 @@ KNOWN: dict[tuple[str, str], _Known] = {
         "A warp reads a tile of bodies together and hands it around through shared memory. "
         "Without: each thread reads each body from memory, through its caches.",
         ("nbody_gpu:_nbody_kernel",),
+    ),
+    ("cross_entropy", "maximum and sum in one read"): _Known(
+        "fused",
+        "The maximum and the sum of a row come from one read, the sum rescaled where a larger "
+        "value is met. Without: a row is read for its maximum first, then again.",
+        ("cross_entropy_gpu:_loss_kernel",),
+    ),
+    ("fft", "one launch"): _TRANSFORM,
+    ("rfft", "one launch"): _TRANSFORM,
+    ("convolve2d", "reuse"): _REUSE._replace(code=("convolve2d_gpu:_convolve2d_kernel",)),
+    ("bilateral", "reuse"): _REUSE._replace(code=("bilateral_gpu:_bilateral_kernel",)),
+    ("fir", "reuse"): _REUSE._replace(code=("fir_gpu:_accumulate", "fir_gpu:_fir_kernel")),
+    ("bilateral", "table"): _Known(
+        "cached",
+        "The weights of distances are read from a table. Without: each program computes them.",
+        ("bilateral_gpu:bilateral",),
+    ),
+    ("separable_convolve2d", "fused"): _Known(
+        "fused",
+        "Both directions in one launch. Without: two, and what is between is written and read.",
+        ("convolve2d_gpu:_separable_kernel",),
+    ),
+    ("sobel", "fused"): _Known(
+        "fused",
+        "Both gradients and their length from one read. Without: two convolutions and a third "
+        "launch.",
+        ("sobel_gpu:_gradient_kernel",),
     ),
     ("sample", "bisection, no sort"): _Known(
         "cached",

@@ -207,6 +207,7 @@ def test_compact(dtype, fused):
         (torch.int8, 2, 300, True, False),
         (torch.int8, 2, 300, False, True),
         (torch.uint8, 1, 1, True, True),
+        (torch.float16, 2, 40, True, True),  # rows of one tile
     ],
 )
 def test_sort(dtype, rows, n, descending, one_sweep):

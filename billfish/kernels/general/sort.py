@@ -6,7 +6,8 @@ keys with that digit come before it. Its time is that of memory, and what decide
 pass reads: counting digits by tile, adding the counts up and moving keys are three launches that
 read twice. Here (Adinets & Merrill, 2022, arXiv:2206.01784: Onesweep) one launch first counts the
 digits of all passes, and each pass is one more: a tile of keys counts its digits and learns by
-decoupled look-back (`_triton.py`) what the tiles before it count, for all 256 digits at once.
+decoupled look-back (`_triton.py`) what the tiles before it count, for all 256 digits at once. Rows
+of one tile need neither.
 
 Within a tile each warp has a stretch of its own and goes through it 32 keys at a time. The 8 bits
 of their digits make 8 words of 32 votes; the votes that agree with a key's own bits are its equals

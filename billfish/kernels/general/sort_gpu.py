@@ -161,15 +161,15 @@ def _move(
 def _pass_kernel(
     keys, values, out, values_out, begins, state, ticket, n, tiles, stretch, shift, begins_row,
     FLOAT: tl.constexpr, SIGN: tl.constexpr, INFINITY: tl.constexpr, DESCENDING: tl.constexpr,
-    PAIRS: tl.constexpr, ONE_SWEEP: tl.constexpr, WARPS: tl.constexpr,
+    PAIRS: tl.constexpr, ALONE: tl.constexpr, ONE_SWEEP: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Tile t is the (t % tiles)-th of row t // tiles.
+    """Tile t is the (t % tiles)-th of row t // tiles. ALONE: each row is one tile.
 
     begins: int64, where each digit of a row begins [rows, 256]; without ONE_SWEEP, where each digit
     of each tile does [rows, 256, tiles].
     """
     tile = tl.program_id(0).to(tl.int64)
-    if ONE_SWEEP:
+    if ONE_SWEEP and not ALONE:
         tile = tl.atomic_add(ticket, 1, sem="relaxed")
     row, nth = tile // tiles, tile % tiles
     begin = nth * WARPS * stretch
@@ -178,7 +178,9 @@ def _pass_kernel(
         keys + row * n, begin, n, stretch, shift, FLOAT, SIGN, INFINITY, DESCENDING, WARPS
     )
     total = tl.sum(counts, 0)
-    if ONE_SWEEP:
+    if ALONE:
+        place = tl.cumsum(total, 0) - total
+    elif ONE_SWEEP:
         place = tl.load(begins + row * begins_row + d).to(tl.int32)
         before = tl.zeros([DIGITS], tl.int32)
         if nth > 0:
@@ -267,18 +269,23 @@ def _sorted(
     # Each pass reads what the last one wrote; the caller's tensors are only read.
     pools = [[torch.empty_like(x) for _ in range(min(size, 2))] for x in moving]
     with _on(keys):
-        begins, states = _prepared(moving[0], tiles, size, kind) if one_sweep else (None, None)
+        alone = tiles == 1  # its digits are all there are
+        begins, states = (
+            _prepared(moving[0], tiles, size, kind) if one_sweep and not alone else (None, None)
+        )
+        where = state = torch.empty(1, dtype=torch.int64, device=keys.device)
         source = moving
         for p in range(size):
             target = [pool[p % len(pool)] for pool in pools]
-            if begins is None or states is None:
-                where = _begins_of_tiles(source[0], tiles, stretch, 8 * p, kind)
-                state, row_size = where, 256 * tiles
-            else:
-                where, state, row_size = begins[p], states[p], 256
+            row_size = 256 if one_sweep else 256 * tiles
+            if begins is not None and states is not None:
+                where, state = begins[p], states[p]
+            elif not alone:
+                where = state = _begins_of_tiles(source[0], tiles, stretch, 8 * p, kind)
             _pass_kernel[(rows * tiles,)](
                 source[0], source[-1], target[0], target[-1], where, state, state[-1:], n, tiles,
-                stretch, 8 * p, row_size, PAIRS=pairs, ONE_SWEEP=one_sweep, WARPS=WARPS,
+                stretch, 8 * p, row_size, PAIRS=pairs, ALONE=alone,
+                ONE_SWEEP=one_sweep, WARPS=WARPS,
                 num_warps=WARPS, **kind,
             )  # fmt: skip
             source = target

@@ -14,30 +14,28 @@ if triton.knobs.runtime.interpret:
     pytest.skip("compiles, so not with TRITON_INTERPRET=1", allow_module_level=True)
 
 
-@pytest.mark.parametrize("n", [64, 512])
-def test_fft(monkeypatch, n):
-    x = torch.empty(64, n, dtype=torch.complex64)
-    launch = lambda: fft_gpu.fft(x, n, "fft", 1.0)  # noqa: E731
+def test_fft(monkeypatch):
+    x = torch.empty(64, 512, dtype=torch.complex64)
+    launch = lambda: fft_gpu.fft(x, 512, "fft", 1.0)  # noqa: E731
     code = of_both(monkeypatch, fft_gpu, "_fft_kernel", launch)
     # A thread reads 8 values of 8 bytes, besides its roots, and writes as many.
     assert code.count("LDG.E.64") >= 8
     assert code.count("STG.E.64") == 8
-    # Two barriers an exchange of each part but the first: no other move through shared memory.
-    exchanges = 2 * (2 if n == 512 else 1)
-    assert code.count("BAR.SYNC") <= 2 * exchanges - 1
+    # Three passes: two exchanges of either part, of two barriers each, the first of one.
+    assert code.count("BAR.SYNC") <= 7
 
 
 def test_fft_of_columns(monkeypatch):
     """The last launch of a split transform: tiles of 8 columns, turned around once a pass."""
-    x = torch.empty(1, 1 << 18, dtype=torch.complex64)
-    launch = lambda: fft_gpu.fft(x, 1 << 18, "fft", 1.0)  # noqa: E731
+    x = torch.empty(1, 1 << 16, dtype=torch.complex64)
+    launch = lambda: fft_gpu.fft(x, 1 << 16, "fft", 1.0)  # noqa: E731
     code = of_both(monkeypatch, fft_gpu, "_fft_kernel", launch)
     assert code.count("BAR.SYNC") <= 7
 
 
 def test_fft_of_doubles_and_halves(monkeypatch):
-    x = torch.empty(64, 33, dtype=torch.complex128)
-    launch = lambda: fft_gpu.fft(x, 64, "irfft", 1.0)  # noqa: E731
+    x = torch.empty(64, 9, dtype=torch.complex128)
+    launch = lambda: fft_gpu.fft(x, 16, "irfft", 1.0)  # noqa: E731
     code = of_both(monkeypatch, fft_gpu, "_fft_kernel", launch)
     assert code.count("DADD") > 0
 
@@ -49,9 +47,8 @@ def test_fft_a_pass_at_a_time(monkeypatch):
     assert code.count("BAR.SYNC") == 0
 
 
-@pytest.mark.parametrize("window", [7, 15])
-def test_convolve2d(monkeypatch, window):
-    x, weights = torch.empty(1, 4096, 4096), torch.empty(window, window)
+def test_convolve2d(monkeypatch):
+    x, weights = torch.empty(1, 4096, 4096), torch.empty(7, 7)
     launch = lambda: convolve2d_gpu.convolve2d(x, weights, "reflect", 0.0)  # noqa: E731
     code = of_both(monkeypatch, convolve2d_gpu, "_convolve2d_kernel", launch)
     # Products by values of the image, of which each is read once for all rows that it serves.

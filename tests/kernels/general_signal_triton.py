@@ -29,7 +29,7 @@ def check_fft(x, n, kind="fft", **options):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("n", [1, 2, 14, 60, 64, 75])
+@pytest.mark.parametrize("n", [1, 2, 14, 60, 75])
 def test_fft(n, fused):
     """One pass, two, three; with slots that hold no point, and without."""
     check_fft(draw(3, n, dtype=torch.complex64), n, fused=fused)
@@ -38,11 +38,10 @@ def test_fft(n, fused):
 @pytest.mark.parametrize("kind", ["ifft", "rfft", "irfft"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_kinds_of_fft(kind, fused):
-    for n in (6, 15):
-        for dtype in (torch.complex64, torch.complex128):
-            count = n // 2 + 1 if kind == "irfft" else n
-            x = draw(2, count, dtype=dtype)
-            check_fft(x.real.contiguous() if kind == "rfft" else x, n, kind, fused=fused)
+    for n, dtype in ((6, torch.complex64), (15, torch.complex128)):
+        count = n // 2 + 1 if kind == "irfft" else n
+        x = draw(2, count, dtype=dtype)
+        check_fft(x.real.contiguous() if kind == "rfft" else x, n, kind, fused=fused)
 
 
 def test_fft_cut_and_filled():
@@ -57,16 +56,14 @@ def test_fft_cut_and_filled():
 @pytest.mark.parametrize(("n", "limit"), [(120, 64), (192, 128)])
 def test_fft_split(n, limit):
     """In two launches and in three."""
-    check_fft(draw(1, n, dtype=torch.complex64), n, limit=limit)
-    if n == 192:
-        check_fft(draw(2, 97, dtype=torch.complex64), n, "irfft", limit=limit)
+    kind, count = ("irfft", n // 2 + 1) if n == 192 else ("fft", n)
+    check_fft(draw(1, count, dtype=torch.complex64), n, kind, limit=limit)
 
 
 @pytest.mark.parametrize("kind", ["fft", "ifft", "rfft", "irfft"])
 def test_fft_of_other_sizes(kind):
-    x = draw(2, 11, dtype=torch.float32 if kind == "rfft" else torch.complex64)
-    check_fft(x, 11, kind)
-    check_fft(x, 11, kind, fused=False)
+    x = draw(1, 11, dtype=torch.float32 if kind == "rfft" else torch.complex64)
+    check_fft(x, 11, kind, fused=kind in ("fft", "irfft"))
 
 
 def close(got, want):
@@ -81,7 +78,7 @@ def close(got, want):
 
 
 IMAGES = [
-    ("constant", torch.float32), ("reflect", torch.uint8), ("replicate", torch.float64),
+    ("constant", torch.float64), ("reflect", torch.uint8), ("replicate", torch.float32),
     ("circular", torch.float16),
 ]  # fmt: skip
 
@@ -89,29 +86,29 @@ IMAGES = [
 @pytest.mark.parametrize(("mode", "dtype"), IMAGES)
 def test_convolve2d(mode, dtype):
     """One strip of rows and two, and two of columns; windows of all but one shape."""
-    value = 0.5 if mode == "constant" else 0.0
-    for shape, window in (((2, 5, 6), (3, 5)), ((1, 9, 3), (1, 5)), ((1, 3, 258), (5, 1))):
+    value = 0.1 if mode == "constant" else 0.0
+    for shape, window in (((2, 5, 6), (3, 5)), ((1, 9, 3), (1, 5)), ((1, 3, 258), (3, 1))):
         x, weights = draw(*shape, dtype=dtype), draw(*window, dtype=torch.float64, seed=1)
         if dtype == torch.uint8:
             weights = (8 * weights).round() / 64  # no sum is rounded
         weights = weights.to(torch.float64 if dtype == torch.float64 else torch.float32)
         want = general.convolve2d_reference(x.double(), weights.double(), mode, value, True)
-        for reuse in (True, False) if shape[1] == 3 else (True,):
+        for reuse in (True, False) if shape[2] > 99 else (True,):
             close(convolve2d_gpu.convolve2d(x, weights, mode, value, reuse=reuse), want)
 
 
 @pytest.mark.parametrize(("mode", "dtype"), IMAGES)
 def test_separable_convolve2d(mode, dtype):
-    value = 0.5 if mode == "constant" else 0.0
+    value = 0.1 if mode == "constant" else 0.0
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for shape, window in (((2, 5, 6), (3, 5)), ((1, 10, 4), (3, 1))):
+    for shape, window in (((2, 5, 6), (3, 5)), ((1, 9, 4), (3, 1))):
         x = draw(*shape, dtype=dtype)
         column, row = (draw(size, dtype=wide, seed=size) for size in window)
         if dtype == torch.uint8:
             column, row = (8 * column).round() / 8, (8 * row).round() / 64
         kernel = column.double()[:, None] * row.double()
         want = general.convolve2d_reference(x.double(), kernel, mode, value, True)
-        for fused in (True, False):
+        for fused in (True, False) if shape[0] == 2 else (True,):
             got = convolve2d_gpu.separable_convolve2d(x, column, row, mode, value, fused=fused)
             close(got, want)
 
@@ -139,13 +136,18 @@ def test_angles():
         assert (out[1] - want).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("options", [{}, {"table": False}, {"reuse": False}])
-@pytest.mark.parametrize(("mode", "dtype"), [m for m in IMAGES if m[1] != torch.float64])
+@pytest.mark.parametrize(
+    ("mode", "dtype", "options"),
+    [
+        ("constant", torch.float32, {}), ("reflect", torch.uint8, {"table": False}),
+        ("replicate", torch.float16, {"reuse": False}), ("circular", torch.float32, {}),
+    ],
+)  # fmt: skip
 def test_bilateral(mode, dtype, options):
     x = draw(1, 5, 6, dtype=dtype)
     sigma = 40.0 if dtype == torch.uint8 else 0.8
-    want = general.bilateral_reference(x.double(), 2, 1.3, sigma, mode)
-    got = bilateral_gpu.bilateral(x, 2, 1.3, sigma, mode, **options)
+    want = general.bilateral_reference(x.double(), 1, 1.3, sigma, mode)
+    got = bilateral_gpu.bilateral(x, 1, 1.3, sigma, mode, **options)
     if dtype == torch.uint8:  # a half may go either way
         assert (got - want).abs().max() < 0.5001
     else:
@@ -165,7 +167,7 @@ def test_images_of_nothing():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_fir(dtype, reuse):
     """Taps of one, few and many chunks; a signal of one tile and of two."""
-    for n, taps in ((1, 1), (3, 6), (50, 20), (1040, 7)):
+    for n, taps in ((1, 1), (3, 6), (50, 20)) if dtype != torch.float32 else ((1040, 17),):
         x, state = draw(2, n, dtype=dtype), draw(2, taps - 1, dtype=dtype, seed=2)
         weights = draw(taps, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
         want = general.fir_reference(x.double(), weights.double(), state.double())
@@ -173,7 +175,7 @@ def test_fir(dtype, reuse):
     assert fir_gpu.fir(draw(2, 0), draw(3), draw(2, 2), reuse=reuse).shape == (2, 0)
 
 
-@pytest.mark.parametrize("at", [0, 5, 1023, 1026, 1035])
+@pytest.mark.parametrize("at", [0, 1023, 1026])
 def test_fir_of_a_nan(at):
     """It spoils the samples that see it, and no others."""
     x, state = torch.ones(1, 1040), torch.zeros(1, 4)

@@ -19,7 +19,9 @@ def inner(i, n, MODE: tl.constexpr):
 
 
 @triton.jit
-def read(x, y, column, there, height, width, value, MODE: tl.constexpr, DTYPE: tl.constexpr):
+def read(
+    x, y, column, there, height, width, VALUE: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr
+):
     """Of an image's row y, which may lie outside, the values at columns, as DTYPE. there: which
     columns are needed, which are inside of the image but for "constant". A row that no mode
     reaches, of which only rows below the image make use, is another's."""
@@ -30,7 +32,7 @@ def read(x, y, column, there, height, width, value, MODE: tl.constexpr, DTYPE: t
         inside = there & (column >= 0) & (column < width) & (y >= 0) & (y < height)
     got = tl.load(x + y.to(tl.int64) * width + column, mask=inside, other=0).to(DTYPE)
     if MODE == "constant":
-        got = tl.where(inside, got, value)
+        got = tl.where(inside, got, VALUE)
     return got
 
 

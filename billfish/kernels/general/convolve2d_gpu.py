@@ -15,8 +15,8 @@ from billfish.kernels.general.gpu import _on
 
 @triton.jit
 def _convolve2d_kernel(
-    x, weights, out, height, width, value, tiles_y, tiles_x,
-    KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, weights, out, height, width, tiles_y, tiles_x,
+    VALUE: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     MODE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, strip, image): ROWS rows of COLUMNS columns. weights: [KH, KW], correlated."""
@@ -35,7 +35,7 @@ def _convolve2d_kernel(
         for down in tl.static_range(KH):
             taps = taps + (tl.load(weights + down * KW + across),)
         for i in tl.static_range(ROWS + KH - 1):
-            got = read(x, top + i - KH // 2, at, there, height, width, value, MODE, DTYPE)
+            got = read(x, top + i - KH // 2, at, there, height, width, VALUE, MODE, DTYPE)
             # Row r sees this one at i - r of its window.
             more = ()
             for r in tl.static_range(ROWS):
@@ -52,8 +52,8 @@ def _convolve2d_kernel(
 
 @triton.jit
 def _separable_kernel(
-    x, down_weights, across_weights, out, height, width, rows, shift, value, tiles_y, tiles_x,
-    KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, down_weights, across_weights, out, height, width, rows, shift, tiles_y, tiles_x,
+    VALUE: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     MODE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """As _convolve2d_kernel, with a window of KH x KW that is a product. rows: of the result, whose
@@ -72,7 +72,7 @@ def _separable_kernel(
         tap = tl.load(across_weights + across)
         more = ()
         for i in tl.static_range(ROWS + KH - 1):
-            got = read(x, top + i - shift, at, there, height, width, value, MODE, DTYPE)
+            got = read(x, top + i - shift, at, there, height, width, VALUE, MODE, DTYPE)
             more = more + (line[i] + got * tap,)
         line = more
     taps = ()
@@ -110,8 +110,8 @@ def convolve2d(
     across, down = triton.cdiv(width, columns), triton.cdiv(height, rows)
     with _on(x):
         _convolve2d_kernel[(across * down * images,)](
-            x.contiguous(), weights, out, height, width, value, down, across,
-            KH=weights.shape[0], KW=weights.shape[1], ROWS=rows, COLUMNS=columns, MODE=mode,
+            x.contiguous(), weights, out, height, width, down, across,
+            VALUE=value, KH=weights.shape[0], KW=weights.shape[1], ROWS=rows, COLUMNS=columns, MODE=mode,
             DTYPE=TYPES[weights.dtype], num_warps=4,
         )  # fmt: skip
     return out
@@ -146,7 +146,7 @@ def _separable(
     rows, columns = _rows(column.shape[0]), _columns(column.shape[0])
     across, down = triton.cdiv(width, columns), triton.cdiv(out.shape[1], rows)
     _separable_kernel[(across * down * images,)](
-        x, column, row, out, height, width, out.shape[1], shift, value, down, across,
-        KH=column.shape[0], KW=row.shape[0], ROWS=rows, COLUMNS=columns, MODE=mode,
+        x, column, row, out, height, width, out.shape[1], shift, down, across,
+        VALUE=value, KH=column.shape[0], KW=row.shape[0], ROWS=rows, COLUMNS=columns, MODE=mode,
         DTYPE=TYPES[row.dtype], num_warps=4,
     )  # fmt: skip

@@ -381,7 +381,7 @@ def fft(
     out = torch.empty(x.shape[0], form.points(n), dtype=form.result(dtype), device=x.device)
     if not out.numel():
         return out
-    values = x.contiguous().resolve_conj()
+    values = x.contiguous().resolve_conj().resolve_neg()
     read = "half" if form.half_in else "complex" if x.is_complex() else "real"
     write = "half" if form.half_out else "real" if form.half_in else "complex"
     source = _End(values, read, n, min(x.shape[1], n), swap=form.inverse)

@@ -16,8 +16,8 @@ from billfish.kernels.general.gpu import _on
 @triton.jit
 def _convolve2d_kernel(
     x, weights, out, height, width, tiles_y, tiles_x,
-    VALUE: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    MODE: tl.constexpr, DTYPE: tl.constexpr,
+    VALUE: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, strip, image): ROWS rows of COLUMNS columns. weights: [KH, KW], correlated."""
     program = tl.program_id(0)
@@ -53,8 +53,8 @@ def _convolve2d_kernel(
 @triton.jit
 def _separable_kernel(
     x, down_weights, across_weights, out, height, width, rows, shift, tiles_y, tiles_x,
-    VALUE: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    MODE: tl.constexpr, DTYPE: tl.constexpr,
+    VALUE: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """As _convolve2d_kernel, with a window of KH x KW that is a product. rows: of the result, whose
     row r has its window begin at row r - shift."""
@@ -111,8 +111,8 @@ def convolve2d(
     with _on(x):
         _convolve2d_kernel[(across * down * images,)](
             x.contiguous(), weights, out, height, width, down, across,
-            VALUE=value, KH=weights.shape[0], KW=weights.shape[1], ROWS=rows, COLUMNS=columns, MODE=mode,
-            DTYPE=TYPES[weights.dtype], num_warps=4,
+            VALUE=value, KH=weights.shape[0], KW=weights.shape[1], ROWS=rows, COLUMNS=columns,
+            MODE=mode, DTYPE=TYPES[weights.dtype], num_warps=4,
         )  # fmt: skip
     return out
 

@@ -11,13 +11,19 @@ import pytest
 
 from tests.server.conftest import openai_client
 from tests.server.live import LiveServer, live
-from tests.server.test_real_model import BAD_FORMS, SCHEMA, TOOLS, ready
+from tests.server.test_real_model import BAD_FORMS, TOOLS, ready
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "text", "text": "Name a city."}]},
 ]
-FORM = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
+SIZE = {
+    "type": "object",
+    "properties": {"size": {"enum": ["small", "large"]}},
+    "required": ["size"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "city", "schema": SIZE, "strict": True}}
 NAMED = {"type": "function", "function": {"name": "add"}}
 STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
 

@@ -156,8 +156,10 @@ def _march(
     tiles = across * triton.cdiv(n_y, rows - 2 * steps)
     # Chunks along z begin with planes of their neighbours' too: they should not be short.
     depth = max(16 * steps, triton.cdiv(n_z, triton.cdiv(PROGRAMS, tiles)))
-    # With 64 registers a thread two programs fit a multiprocessor; two steps need more of them.
-    options = {"maxnreg": 64} if steps == 1 and x.dtype != torch.float64 else {}
+    # With 64 registers a thread two programs fit a multiprocessor. Two steps need more of them, and
+    # so do borders that no heat passes, and reads that are not of 128 bits.
+    few = steps == 1 and coalesced and boundary != "neumann" and x.dtype != torch.float64
+    options = {"maxnreg": 64} if few else {}
     with _on(x):
         _heat_kernel[(tiles, triton.cdiv(n_z, depth))](
             x, out, n_z, n_y, n_x, *x.stride(), *out.stride(), across, depth, *rates, value,

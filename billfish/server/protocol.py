@@ -248,7 +248,7 @@ def unread(transport: asyncio.Transport) -> int:
     """Bytes that the other side has not taken: those here, and where it tells, the system's. That
     takes megabytes, and says that it takes more only when a third of them is gone."""
     waiting = transport.get_write_buffer_size()
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # ValueError: it is closed
         sock = transport.get_extra_info("socket")
         waiting += int.from_bytes(
             fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder

@@ -243,9 +243,9 @@ PAGED_TECHNIQUES = (
         (_attention("programmatic dependent launch"),),
     ),
     Technique(
-        "Heads in sections",
+        "Heads in turn",
         "Prefill draws its work a section of heads at a time, as many as keep their keys in L2. "
-        "Without: all heads in turn.",
+        "Without: all heads together.",
         "hopper_prefill.L2_BYTES",
         (f"{PAGED}.hopper_prefill:_section",),
         (_attention("heads in turn"),),

@@ -104,7 +104,7 @@ def _card(family: str, index: int, technique: Json, href: Href) -> str:
         if technique["switch"]
         else ""
     )
-    body = _cases(technique["cases"]) if technique["cases"] else f"<p>{NOT_YET}</p>"
+    body = _cases(technique["cases"]) if technique["cases"] else ""
     return (
         f'<article class="card" id="{family}-{index}"><header><h4>{escape(technique["name"])}</h4>'
         f"{tag}{origin_tag(technique['origin'])}</header>"

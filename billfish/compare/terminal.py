@@ -40,6 +40,8 @@ def _say_where(document: Json, console: Console) -> None:
         where = f"elsewhere, shown from {made['file']}" if made["file"] else "here"
         words = f"Measured {where}: on {made['gpu']}, {made['date']}."
         console.print(words, style="green", markup=False, highlight=False)
+        for each in made["left_out"]:
+            console.print(f"  left out: {each}", style="yellow", markup=False, highlight=False)
     else:
         console.print("Recorded results: nothing was measured here.", style="bold yellow")
         if made["gpu"] is None and not made["file"]:

@@ -7,9 +7,10 @@
 Peers: torch, torch.compile, and CuPy (which brings CUB, cuFFT and cuSPARSE), Liger-Kernel and
 FlashInfer where they are installed; the record names those that are missing. All implementations of
 a case are captured in CUDA graphs and replayed in turns, so that they meet the same clock and power
-state; those of CuPy and what waits for the GPU are timed call by call (`graph` is false). Each
-call of a graph has inputs and results of its own, enough of them to miss the L2 cache. Compilation
-is outside. Results are checked against float64; one that is off is marked and not timed.
+state; those of CuPy and what waits for the GPU are timed call by call (`graph` is false). Each call
+of a graph has inputs and results of its own, enough of them to miss the L2 cache, fewer where
+arithmetic is what takes the time. Compilation is outside. Results are checked against float64; one
+that is off is marked and not timed.
 
 The floor is the time that the bytes which any implementation has to move need at the rates at which
 this GPU reads, copies and writes memory, or the operations at the rate of its products of matrices
@@ -41,6 +42,7 @@ DOMAINS = ("data", "training", "science", "signal")
 DEVICE = torch.device("cuda")
 COLD_BYTES = 260_000_000  # four times the L2 of an H200
 MOST_COPIES = 200
+ROTATION_US = 10_000.0
 AHEAD_CYCLES = 1_000_000  # half a millisecond in which the host queues a call
 PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cupy", "liger-kernel", "flashinfer-python")
 
@@ -163,11 +165,10 @@ def _held(function: Function, inputs: Inputs) -> Call:
 
 @torch.no_grad()
 def timed(
-    case: Case, impls: Mapping[str, Function], device: torch.device, timer: Timer = time_in_turns
+    case: Case, impls: Mapping[str, Function], rates: Rates, device: torch.device, timer: Timer
 ) -> tuple[dict[str, tuple[float, float]], list[str]]:
     """(microseconds and spread of each, those that no graph holds)."""
-    copies = max(1, min(MOST_COPIES, -(-COLD_BYTES // max(1, case.read + case.written))))
-    inputs = [case.draw(device) for _ in range(copies)]
+    inputs = [case.draw(device) for _ in range(copies_of(case, rates))]
     calls = {name: [_held(function, each) for each in inputs] for name, function in impls.items()}
     eager = [
         name
@@ -175,6 +176,14 @@ def timed(
         if getattr(impls[name], "eager", False) or (device.type == "cuda" and waits(each[0]))
     ]
     return timer(calls, eager=eager, ahead_cycles=AHEAD_CYCLES), eager
+
+
+def copies_of(case: Case, rates: Rates) -> int:
+    """Inputs that miss the L2 together; fewer where going through them would take long, which is
+    where arithmetic takes the time and memory does not matter."""
+    cold = -(-COLD_BYTES // max(1, case.read + case.written))
+    quick = int(ROTATION_US / max(rates.floor_us(case), 0.01))
+    return max(1, min(MOST_COPIES, cold, quick))
 
 
 def compare(case: Case, rates: Rates, device: torch.device, peers: Sequence[str] | None = None,
@@ -188,7 +197,7 @@ def compare(case: Case, rates: Rates, device: torch.device, peers: Sequence[str]
     }
     errors = check(case, impls, device)
     right = {name: impls[name] for name, error in errors.items() if error <= case.limit}
-    times, eager = timed(case, right, device, timer)
+    times, eager = timed(case, right, rates, device, timer)
     floor = rates.floor_us(case)
     rows = []
     for name, error in errors.items():
@@ -219,7 +228,7 @@ def ablate(case: Case, rates: Rates, device: torch.device,
     if wrong:
         print(f"{case.name}: wrong results, not timed: {', '.join(wrong)}")
     right = {name: impls[names[name]] for name in errors if name not in wrong}
-    times, _ = timed(case, right, device, timer)
+    times, _ = timed(case, right, rates, device, timer)
     floor = rates.floor_us(case)
     return [
         {"family": "general", "domain": case.domain, "kernel": case.kernel,

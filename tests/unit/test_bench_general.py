@@ -76,6 +76,18 @@ def test_the_floor_is_the_slower_of_memory_and_arithmetic():
     assert rates.floor_us(doubled(flops=10**10, math=torch.float16)) == 10_000.0
 
 
+def test_inputs_are_cold_unless_that_takes_long():
+    assert bench.copies_of(doubled(), RATES) == 4  # 10 ms of 2.5 ms each
+    small = doubled(read=40_000, written=40_000)
+    assert bench.copies_of(small, RATES) == bench.MOST_COPIES
+    assert bench.copies_of(doubled(read=2_000_000, written=2_000_000), RATES) == 8
+    quick = bench.Rates(4e6, 4e6, 4e6)
+    assert bench.copies_of(doubled(), quick) == 33  # 260 MB of 8 MB each
+    assert bench.copies_of(doubled(read=10**9), quick) == 1
+    slow = doubled(read=40_000, written=40_000, flops=10**12)
+    assert bench.copies_of(slow, RATES) == 1
+
+
 def test_missing_peers_are_named_and_not_called(monkeypatch):
     monkeypatch.setitem(general_case.MODULES, "absent", "billfish_no_such_module")
     case = doubled(peers={"absent device": lambda x: 1 / 0, "torch": lambda x: x + x})

@@ -1,6 +1,8 @@
 """`billfish compare`, and what it does where something is wrong."""
 
+import inspect
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -186,17 +188,28 @@ def test_with_a_gpu_it_measures(plans, monkeypatch, tmp_path):
     assert json.loads((tmp_path / "b.json").read_text())["made"]["gpu"] == "a GPU of the tests"
 
 
-def test_the_real_plans_name_real_things():
-    """Their cases can be listed without a GPU, and each has a record that a comparison knows."""
+@pytest.mark.parametrize("hopper", [True, False])
+@pytest.mark.parametrize("quick", [True, False])
+def test_the_real_plans_call_what_there_is(monkeypatch, hopper, quick):
+    """Without a GPU their steps can be listed: each has a record that a comparison knows, a name of
+    its own, and arguments that what it calls takes."""
+    monkeypatch.setattr(measure, "_is_hopper", lambda: hopper)
+    monkeypatch.setattr("billfish.bench.general.Rates.measured", lambda: None)
     for name, plan in measure.PLANS.items():
-        for quick in (True, False):
-            steps = plan(quick, measure.Measured())
-            if name == "general":
-                continue  # it measures the memory's rates first
-            listed = [(record, what) for record, what, _ in steps]
-            assert listed
-            assert {record for record, _ in listed} <= set(records.FIELDS)
-            assert len({what for _, what in listed}) == len(listed)
+        done = measure.Measured()
+        steps = list(plan(quick, done))
+        assert len({what for _, what, _ in steps}) == len(steps) or name == "general"
+        for record, _, take in steps:
+            assert record in records.FIELDS
+            if isinstance(take, partial):
+                inspect.signature(take.func).bind(*take.args, **take.keywords)
+            else:
+                inspect.signature(take).bind()
+        ablated = {record for record, _, _ in steps if record.startswith("ablation")}
+        if name == "marlin":
+            assert bool(ablated) == hopper == (not done.left_out)
+        else:
+            assert ablated
 
 
 def test_records_are_checked_when_they_are_taken(plans):

@@ -25,9 +25,10 @@ def gelu_tanh_mul_reference(gate_up: Tensor) -> Tensor:
 
 def gelu_tanh_mul_backward_reference(dy: Tensor, gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    slope = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * gate**2)
-    t = torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
-    of_gate = 0.5 * (1 + t) + 0.5 * gate * (1 - t * t) * slope
+    near = gate.clamp(-100, 100)  # beyond, tanh is 1 and its slope 0, which times infinity is NaN
+    slope = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * near**2)
+    t = torch.tanh(math.sqrt(2 / math.pi) * (near + 0.044715 * near**3))
+    of_gate = 0.5 * (1 + t) + 0.5 * near * (1 - t * t) * slope
     return torch.cat((dy * up * of_gate, dy * 0.5 * gate * (1 + t)), -1)
 
 

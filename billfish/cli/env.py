@@ -11,7 +11,7 @@ from billfish.version import __version__
 
 PACKAGES = (
     "torch", "triton", "numpy", "tokenizers", "jinja2", "fastapi", "pydantic", "uvicorn", "uvloop",
-    "httptools", "httpx", "msgspec", "llguidance", "prometheus-client",
+    "httptools", "httpx", "msgspec", "llguidance", "prometheus-client", "numba",
 )  # fmt: skip
 
 

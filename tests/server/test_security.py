@@ -409,6 +409,8 @@ def test_log_lines_cannot_be_forged(caplog):
             json=chat(max_tokens=1, user="Bob\nstatus=200 user=root \u001b[31m"),
         )
     lines = [r.getMessage() for r in caplog.records if r.name == "billfish.access"]
+    # The server of the tests before may still have had a line to write.
+    lines = [line for line in lines if "forged" in line or "Bob" in line]
     assert len(lines) == 2
     for line in lines:
         assert line.isprintable()

@@ -37,7 +37,7 @@ def register(
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, cpu, "CPU")
+    _LIBRARY.impl(name, _exact(cpu), "CPU")
     cuda = _imported(gpu, name) if gpu else _no_gpu_kernel(name)
     _LIBRARY.impl(name, cuda, "CUDA")
     _torch_library.register_fake(f"billfish::{name}", fake, lib=_LIBRARY)
@@ -71,7 +71,20 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         or torch._C._len_torch_dispatch_stack()
         or type(tensor) is not torch.Tensor
         or torch._C._is_tracing()
+        or torch.is_autocast_enabled("cpu")
     )
+
+
+def _exact(cpu: Callable[..., Any]) -> Callable[..., Any]:
+    """Out of autocast's reach, which would round the operands of products inside to bfloat16."""
+
+    def run(*arguments: Any) -> Any:
+        if not torch.is_autocast_enabled("cpu"):
+            return cpu(*arguments)
+        with torch.autocast("cpu", enabled=False):
+            return cpu(*arguments)
+
+    return run
 
 
 def _imported(module: str, name: str) -> Callable[..., Any]:
@@ -122,7 +135,11 @@ def check_like(name: str, tensor: torch.Tensor, other_name: str, other: torch.Te
 def differentiate(
     name: str, setup_context: Callable[..., None], backward: Callable[..., Any]
 ) -> None:
-    """Give a registered operation its derivative, as `torch.library.register_autograd` takes it."""
+    """Give a registered operation its derivative, as `torch.library.register_autograd` takes it.
+
+    A second derivative is refused by torch, which else would follow only a part of the first.
+    """
+    once = torch.autograd.function.once_differentiable(backward)
     _torch_library.register_autograd(
-        f"billfish::{name}", backward, setup_context=setup_context, lib=_LIBRARY
+        f"billfish::{name}", once, setup_context=setup_context, lib=_LIBRARY
     )

@@ -271,3 +271,12 @@ def test_operations_as_torch_sees_them():
         (ops.adamw_step, (draw(3), draw(3), draw(3), draw(3).abs(), 1, 0.1, 0.9, 0.9, 1e-8, 0.0)),
     ):
         opcheck(op.default, arguments)
+
+
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
+def test_a_second_derivative_is_refused(name):
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    y = getattr(general, name)(x)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()

@@ -202,3 +202,19 @@ def test_every_operation_has_its_function_for_a_gpu(family):
         function = getattr(gpu, op.name().removeprefix("billfish::").partition(".")[0])
         schema = [argument.name for argument in op._schema.arguments]
         assert list(inspect.signature(function).parameters) == schema
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_autocast_changes_no_result(grad):
+    generator = torch.Generator().manual_seed(0)
+    image, window = (torch.randn(n, n, generator=generator) for n in (16, 5))
+    calls = (
+        lambda: general.matmul(image, image),
+        lambda: general.convolve2d(image, window),
+        lambda: general.fir(image, window[0])[0],
+    )
+    with torch.set_grad_enabled(grad):
+        for call in calls:
+            with torch.autocast("cpu"):
+                inside = call()
+            assert torch.equal(inside, call())

@@ -159,6 +159,12 @@ class _Parser:
                 return self._operation("rsqrt", base)
             if value.value in range(1, 9):
                 place = product = self._visit(base)
+                number = list(self.places)[place]
+                if number.op == "number":
+                    try:
+                        return self._add("number", value=number.value ** int(value.value))
+                    except ArithmeticError:
+                        self._refuse(base)
                 for _ in range(int(value.value) - 1):
                     product = self._add("mul", (product, place))
                 return product
@@ -209,7 +215,7 @@ def dtypes_of(
     ones = [torch.ones(() if flat else (1,), dtype=kind) for kind, flat in kinds]
     try:
         values = evaluate(nodes, ones)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, OverflowError) as error:  # of over 64 bits
         got = ", ".join(f"{n} {k[0]}" for n, k in zip(names, kinds, strict=True))
         raise bad_argument("inputs", got, f"dtypes for {expression!r}: {error}") from error
     found = []

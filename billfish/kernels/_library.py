@@ -107,11 +107,36 @@ def _no_gpu_kernel(name: str) -> Callable[..., NoReturn]:
 
 def bad_argument(name: str, got: object, expected: str) -> KernelArgumentError:
     """The error for one wrong argument: its name, what was got, what is expected."""
-    return KernelArgumentError(f"{name}: got {got}, expected {expected}")
+    try:
+        text = str(got)
+    except ValueError:  # an integer of more digits than Python prints
+        text = f"a value of type {type(got).__name__}"
+    return KernelArgumentError(f"{name}: got {text}, expected {expected}")
+
+
+def check_tensors(**tensors: object) -> None:
+    """Refuse what is not a tensor."""
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise bad_argument(name, type(value).__name__, "a tensor")
+
+
+def number(name: str, value: Any) -> float:
+    """A number as a float; refuse what is none, or too large for one."""
+    if isinstance(value, torch.Tensor):
+        check_no_grad(name, value)
+    try:
+        if not isinstance(value, (str, bytes)):
+            return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        pass
+    raise bad_argument(name, value, "a number")
 
 
 def check_activation(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor that is not floating point or not on a CPU or a CUDA device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise bad_argument(name, type(tensor).__name__, "a tensor")
     if tensor.dtype not in DTYPES:
         raise bad_argument(name, tensor.dtype, "float32, bfloat16 or float16")
     if not (tensor.is_cpu or tensor.is_cuda):

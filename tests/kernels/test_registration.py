@@ -218,3 +218,34 @@ def test_autocast_changes_no_result(grad):
             with torch.autocast("cpu"):
                 inside = call()
             assert torch.equal(inside, call())
+
+
+def test_what_is_no_tensor_or_number_is_told():
+    x, large = torch.ones(2, 2), 10**5000
+    points, masses, leaf = torch.ones(2, 3), torch.ones(2), torch.ones(2, requires_grad=True)
+    for call in (
+        lambda: general.sort(x, [1]),
+        lambda: general.sample([[1.0]], seed=0),
+        lambda: general.sample(x, seed=large),
+        lambda: general.sample(x, temperature=leaf, seed=0),
+        lambda: general.sample(x, temperature=masses.cfloat(), seed=0),
+        lambda: general.fft(x, norm=[]),
+        lambda: general.convolve2d(x, x[:1, :1], value=large),
+        lambda: general.gaussian(1e308),
+        lambda: general.gaussian(large, 3),
+        lambda: general.heat_equation([1], 0.1),
+        lambda: general.heat_equation(x[None], "abc"),
+        lambda: general.heat_equation(x[None], 0.1, value=leaf[0]),
+        lambda: general.nbody_acceleration(points, [1]),
+        lambda: general.nbody_acceleration(points, masses, G="1"),
+        lambda: general.leapfrog_step(points, points, masses, points),
+        lambda: general.option_price("1", 1, 0, 0.1, 1, paths=1),
+        lambda: general.option_price(masses.cfloat(), 1, 0, 0.1, 1, paths=1),
+        lambda: general.option_price(1, 1, 0, 0.1, 1, paths=1, call="put"),
+        lambda: general.spmv(masses, [0], torch.tensor([0, 2]), masses),
+        lambda: general.matmul(x, [1]),
+        lambda: general.rotary_embedding(x[None], x[None], [0], x),
+        lambda: general.silu_mul(None),
+    ):
+        with pytest.raises(KernelArgumentError):
+            call()

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from billfish.kernels._library import bad_argument, check_no_grad
+from billfish.kernels._library import bad_argument, check_no_grad, number
 from billfish.kernels.general._arguments import check_device, check_same_device
 
 IMAGES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8)
@@ -44,6 +44,7 @@ def check_mode(mode: str, value: float, height: int, width: int, x: Tensor) -> N
         raise bad_argument("mode", repr(mode), " or ".join(MODES))
     if not isinstance(value, (int, float)) or (mode != "constant" and value):
         raise bad_argument("value", value, 'a number, and 0 unless mode is "constant"')
+    number("value", value)
     # One turn at most: of what is mirrored without its edge, or wrapped around.
     reach = {"reflect": 1, "circular": 0}.get(mode, -math.inf)
     for size, window in zip(x.shape[-2:], (height, width), strict=True):

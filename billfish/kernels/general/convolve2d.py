@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from billfish.kernels._library import bad_argument, register
+from billfish.kernels._library import bad_argument, number, register
 from billfish.kernels.general._image import (
     MOST,
     check_image,
@@ -147,7 +147,8 @@ def gaussian(
     """
     if not isinstance(sigma, (int, float)) or not 0 < sigma < math.inf:
         raise bad_argument("sigma", sigma, "a positive number")
-    radius = math.ceil(3 * sigma) if radius is None else radius
+    sigma = number("sigma", sigma)
+    radius = math.ceil(min(3 * sigma, MOST)) if radius is None else radius
     if not isinstance(radius, int) or not 0 <= radius <= MOST // 2:
         raise bad_argument("radius", radius, f"0 to {MOST // 2}")
     at = torch.arange(-radius, radius + 1, dtype=torch.float64, device=device)

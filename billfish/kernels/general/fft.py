@@ -168,7 +168,7 @@ def _along(x: Tensor, n: int | None, dim: int, norm: str, kind: str) -> Tensor:
         raise bad_argument("n", points, f"1 to {MOST} points")
     powers = {"backward": 1.0 if form.inverse else 0.0, "ortho": 0.5,
               "forward": 0.0 if form.inverse else 1.0}  # fmt: skip
-    if norm not in powers:
+    if not isinstance(norm, str) or norm not in powers:
         raise bad_argument("norm", repr(norm), " or ".join(powers))
     moved = x.movedim(dim, -1)
     rows = moved.reshape(moved.shape[:-1].numel(), given)

@@ -27,6 +27,7 @@ from billfish.kernels._library import (
     check_activation,
     check_like,
     check_no_grad,
+    check_tensors,
     register,
 )
 
@@ -96,6 +97,7 @@ def matmul(
     the above, or a tensor requires a gradient.
     """
     check_activation("a", a)
+    check_tensors(b=b)
     if a.dim() < 2 or b.dim() != 2 or a.shape[-1] != b.shape[0]:
         raise bad_argument("a and b", (tuple(a.shape), tuple(b.shape)), "[..., M, K] and [K, N]")
     shape = (*a.shape[:-1], b.shape[1])
@@ -105,6 +107,7 @@ def matmul(
     ):  # fmt: skip
         if tensor is None:
             continue
+        check_tensors(**{name: tensor})
         check_like(name, tensor, "a", a)
         check_no_grad(name, tensor)
         if tensor.shape != expected:

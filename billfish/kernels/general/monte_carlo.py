@@ -14,7 +14,7 @@ reads them again.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -115,12 +115,18 @@ def _finish(contracts: Tensor, sums: Tensor, paths: int) -> Tensor:
     return torch.stack((discount * mean, discount * variance.sqrt()), 1)
 
 
+def _pieces(paths: int) -> Iterator[Tensor]:
+    """The numbers of all paths, some at a time: together they may not fit into memory."""
+    for first in range(0, paths, 1 << 16):
+        yield torch.arange(first, min(paths, first + (1 << 16)))
+
+
 def _sums(
     contracts: Tensor, paths: int, steps: int, kind: str, call: bool, seed: int, dtype: torch.dtype
 ) -> Tensor:
     sums = torch.zeros(len(contracts), 2, dtype=torch.float64)
     for i, contract in enumerate(contracts):
-        for path in torch.arange(paths).split(1 << 16):
+        for path in _pieces(paths):
             growth = _walk(contract, path, steps, seed, dtype)
             spot, strike = contract[:2].tolist()
             paid = _payoff(growth, spot, strike, kind, call).double()
@@ -156,7 +162,7 @@ _option_price: Callable[..., Tensor] = register(
 def _paths_cpu(contracts: Tensor, paths: int, steps: int, seed: int) -> Tensor:
     out = torch.empty(len(contracts), steps, paths)
     for i, contract in enumerate(contracts):
-        for path in torch.arange(paths).split(1 << 16):
+        for path in _pieces(paths):
             for step, growth in enumerate(_walk(contract, path, steps, seed, torch.float32)):
                 out[i, step, path] = float(contract[0]) * growth.exp()
     return out
@@ -186,7 +192,12 @@ def _contracts(device: torch.device | str | None, **terms: Number) -> tuple[Tens
         if isinstance(term, Tensor):
             check_device(name, term)
             check_no_grad(name, term)
-        value = torch.as_tensor(term, dtype=torch.float64)
+            if term.is_complex():
+                raise bad_argument(name, term.dtype, "real numbers")
+        try:
+            value = torch.as_tensor(term, dtype=torch.float64)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise bad_argument(name, term, "a number or a tensor") from error
         if value.is_cpu and not torch.compiler.is_compiling():
             least = {"spot": 0.0, "strike": 0.0, "volatility": 0.0, "maturity": 0.0}.get(name)
             good = value.isfinite() & (value >= (-math.inf if least is None else least))
@@ -236,6 +247,8 @@ def option_price(
     gradient, or (numbers, and tensors on a CPU) are not finite or negative where they may not be.
     """
     _check_counts(paths, steps, seed)
+    if not isinstance(call, bool):
+        raise bad_argument("call", repr(call), "True, or False for a put")
     if kind not in KINDS:
         raise bad_argument("kind", repr(kind), " or ".join(KINDS))
     contracts, shape = _contracts(

@@ -20,7 +20,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from billfish.kernels._library import bad_argument, check_like, check_no_grad, register
+from billfish.kernels._library import (
+    bad_argument,
+    check_like,
+    check_no_grad,
+    check_tensors,
+    number,
+    register,
+)
 from billfish.kernels.general._arguments import check_device
 
 
@@ -80,6 +87,8 @@ def nbody_acceleration(
     Raises KernelArgumentError: dtype, device or shape is wrong, softening is negative or not
     finite, G is not finite, or a tensor requires a gradient.
     """
+    check_tensors(position=position, mass=mass)
+    softening, G = number("softening", softening), number("G", G)
     if position.dtype not in (torch.float32, torch.float64):
         raise bad_argument("position", position.dtype, "float32 or float64")
     if position.dim() != 2 or position.shape[1] != 3:
@@ -94,7 +103,7 @@ def nbody_acceleration(
         raise bad_argument("softening", softening, "a length of 0 or more")
     if not math.isfinite(G):
         raise bad_argument("G", G, "a finite number")
-    return _nbody_acceleration(position, mass, float(softening), float(G))
+    return _nbody_acceleration(position, mass, softening, G)
 
 
 def leapfrog_step(
@@ -111,8 +120,11 @@ def leapfrog_step(
     Raises KernelArgumentError: as `nbody_acceleration`, or velocity or acceleration is of another
     shape, dtype or device than position.
     """
+    check_tensors(position=position, velocity=velocity)
+    dt = number("dt", dt)
     for name, given in (("velocity", velocity), ("acceleration", acceleration)):
         if given is not None:
+            check_tensors(**{name: given})
             check_like(name, given, "position", position)
             if given.shape != position.shape:
                 raise bad_argument(name, tuple(given.shape), f"{tuple(position.shape)}")

@@ -16,6 +16,7 @@ from billfish.kernels._library import (
     check_activation,
     check_like,
     check_no_grad,
+    check_tensors,
     differentiate,
     register,
 )
@@ -57,7 +58,7 @@ def angles_of(positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and signed sine of every dimension, float32 [T, 1, rotary_dim]: see `rotate`."""
     try:
         rows = cos_sin.index_select(0, positions)
-    except IndexError as error:
+    except (IndexError, RuntimeError) as error:  # RuntimeError: an empty table
         got = f"{int(positions.min())} to {int(positions.max())}"
         raise bad_argument("positions", got, f"0 to {cos_sin.shape[0] - 1}") from error
     cos, sin = rows.unsqueeze(1).chunk(2, dim=-1)
@@ -139,6 +140,7 @@ def rotary_embedding(
     check_activation("query", query)
     if query.dim() != 3:
         raise bad_argument("query", tuple(query.shape), "[T, H, D]")
+    check_tensors(key=key, positions=positions, cos_sin=cos_sin)
     tokens, _, head_dim = query.shape
     if key.dim() != 3 or key.shape[0] != tokens or key.shape[2] != head_dim:
         raise bad_argument("key", tuple(key.shape), f"[{tokens}, HKV, {head_dim}]")

@@ -182,7 +182,8 @@ def _column(
     expected = "a number" if least is None else f"{least:g} or more"
     expected += "" if most is None else f", {most:g} or less"
     if isinstance(value, Tensor):
-        wrong = dtype == torch.int64 and value.dtype.is_floating_point
+        check_no_grad(name, value)
+        wrong = value.is_complex() or (dtype == torch.int64 and value.is_floating_point())
         if value.shape != (rows,) or value.device != logits.device or wrong:
             got = f"{value.dtype} {tuple(value.shape)} on {value.device}"
             raise bad_argument(name, got, f"{dtype} [{rows}] on {logits.device}")

@@ -25,7 +25,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from billfish.kernels._library import bad_argument, check_no_grad, register
+from billfish.kernels._library import bad_argument, check_no_grad, check_tensors, register
 from billfish.kernels.general._arguments import check_numbers, check_same_device, dimension
 
 _GPU = "billfish.kernels.general.sort_gpu"
@@ -114,6 +114,7 @@ def sort(
         raise bad_argument("keys", tuple(keys.shape), "less than 2^31 along dim")
     if values is None:
         return _turned(_sort(_rows(keys, dim), bool(descending)), keys, dim)
+    check_tensors(values=values)
     if values.shape != keys.shape or values.dtype.itemsize not in (1, 2, 4, 8):
         got = f"{values.dtype} {tuple(values.shape)}"
         raise bad_argument("values", got, f"1, 2, 4 or 8 bytes each, {tuple(keys.shape)}")

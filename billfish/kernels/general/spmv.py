@@ -16,7 +16,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from billfish.kernels._library import bad_argument, check_like, check_no_grad, register
+from billfish.kernels._library import (
+    bad_argument,
+    check_like,
+    check_no_grad,
+    check_tensors,
+    register,
+)
 from billfish.kernels.general._arguments import (
     FLOATS,
     accumulator,
@@ -76,6 +82,7 @@ def spmv(
     on a CPU or with check_indices, offsets that decrease or leave the elements, or columns that
     leave x.
     """
+    check_tensors(values=values, columns=columns, offsets=offsets, x=x)
     if values.dtype not in FLOATS or values.dim() != 1:
         raise bad_argument("values", f"{values.dtype} {tuple(values.shape)}", "floats [stored]")
     check_device("values", values)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from billfish.kernels._library import bad_argument, check_no_grad, register
+from billfish.kernels._library import bad_argument, check_no_grad, check_tensors, number, register
 from billfish.kernels.general._arguments import FLOATS, accumulator, check_device
 
 BOUNDARIES = ("dirichlet", "neumann", "periodic")
@@ -124,7 +124,10 @@ def heat_equation(
     negative or come to more than 1/2 (where the scheme is unstable), the boundary is none of the
     above, a value is given to another than dirichlet's, or x requires a gradient.
     """
-    rates = tuple(rate) if isinstance(rate, Sequence) else (rate,) * 3
+    check_tensors(x=x)
+    listed = isinstance(rate, Sequence) and not isinstance(rate, str)
+    rates = [number("rate", r) for r in (rate if listed else (rate,) * 3)]  # type: ignore[union-attr]
+    value = number("value", value)
     if x.dtype not in FLOATS or x.dim() != 3:
         raise bad_argument("x", f"{x.dtype} {tuple(x.shape)}", "floats [Z, Y, X]")
     check_device("x", x)
@@ -137,4 +140,4 @@ def heat_equation(
         raise bad_argument("boundary", repr(boundary), " or ".join(BOUNDARIES))
     if value != 0.0 and boundary != "dirichlet":
         raise bad_argument("value", value, f"none with {boundary}")
-    return _heat_equation(x, *map(float, rates), steps, boundary, float(value))
+    return _heat_equation(x, *rates, steps, boundary, value)

@@ -235,3 +235,12 @@ def test_operations_as_torch_sees_them():
         (ops.sort_pairs, (draw(2, 9), draw(2, 9, dtype=torch.int8), False)),
     ):
         opcheck(op.default, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sort_keeps_the_bits_of_nan(dtype):
+    bits = torch.tensor([0x7FC1, 0, -0x3F, 0x3C00, 0x7FFF], dtype=torch.int16)
+    keys, values = general.sort(bits.view(dtype), bits.view(dtype))
+    places = torch.tensor([1, 3, 0, 2, 4])
+    assert torch.equal(keys.view(torch.int16), bits[places])
+    assert torch.equal(values.view(torch.int16), bits[places])

@@ -29,6 +29,7 @@ from billfish.kernels._library import bad_argument, check_no_grad, check_tensors
 from billfish.kernels.general._arguments import check_numbers, check_same_device, dimension
 
 _GPU = "billfish.kernels.general.sort_gpu"
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def sort_reference(
@@ -42,17 +43,17 @@ def sort_reference(
         less = (b < a) | (a.isnan() & ~b.isnan()) if keys.is_floating_point() else b < a
     equal = (a == b) | (a.isnan() & b.isnan()) if keys.is_floating_point() else a == b
     before = torch.ones(keys.shape[-1:] * 2, dtype=torch.bool, device=keys.device).tril(-1)
-    place = (less | (equal & before)).sum(-1)
-    moved = torch.empty_like(keys).scatter_(-1, place, keys)
+    source = (less | (equal & before)).sum(-1).argsort(-1)
+    moved = _gathered(keys, source)
     if values is None:
         return moved
-    return moved, torch.empty_like(values).scatter_(-1, place, values)
+    return moved, _gathered(values, source)
 
 
 def _places(keys: Tensor, descending: bool) -> tuple[Tensor, Tensor]:
     moved, places = torch.sort(keys, dim=-1, descending=descending, stable=True)
-    if keys.dtype in (torch.bfloat16, torch.float16):  # of which torch changes the bits of NaN
-        moved = keys.gather(-1, places)
+    if keys.dtype in _HALF:
+        moved = _gathered(keys, places)
     return moved.contiguous(), places
 
 
@@ -62,7 +63,14 @@ def _cpu(keys: Tensor, descending: bool) -> Tensor:
 
 def _pairs_cpu(keys: Tensor, values: Tensor, descending: bool) -> tuple[Tensor, Tensor]:
     moved, places = _places(keys, descending)
-    return moved, values.gather(-1, places).contiguous()
+    return moved, _gathered(values, places).contiguous()
+
+
+def _gathered(x: Tensor, places: Tensor) -> Tensor:
+    """Bits as they are: sorting or gathering half floats, torch changes those of NaN."""
+    if x.dtype not in _HALF:
+        return x.gather(-1, places)
+    return x.resolve_neg().view(torch.int16).gather(-1, places).view(x.dtype)
 
 
 def _fake(keys: Tensor, descending: bool) -> Tensor:

@@ -25,7 +25,7 @@ demo: $(VENV)/.demo
 	$(BIN)/billfish demo
 
 test: $(VENV)/.dev .cache/vocabs/.done .cache/clients/.done
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 25
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -76,7 +76,7 @@ def from_error(error: BaseException, renamed: Mapping[str, str] | None = None) -
         case EngineUnavailableError():
             retry = {"Retry-After": str(RETRY_AFTER)}
             what = {
-                "starting": "the model is being loaded",
+                "starting": "the engine is starting",
                 "draining": "the server is shutting down",
             }.get(error.state, "the engine is not running")
             return ApiError(503, what, kind=SERVER, code=f"engine_{error.state}", headers=retry)

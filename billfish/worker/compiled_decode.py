@@ -1,6 +1,7 @@
 """Decoding steps of few requests as one compiled function, where numba and the model allow it."""
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from billfish.layers.linear import Linear, QuantLinear
 from billfish.models.decoder import CausalLM
 
 logger = logging.getLogger(__name__)
+
+SECONDS_IN_SILENCE = 3.0  # reading what was compiled before takes less
+COMPILING = "compiling decoding steps for this machine: once, for up to a minute"
 
 
 def why_not(model: CausalLM, kv_cache: Tensor) -> str | None:
@@ -118,12 +122,17 @@ class CompiledDecode:
         reason = cpu_native.why_not() or why_not(model, kv_cache)
         if reason is None:
             begin = time.perf_counter()
+            patience = threading.Timer(SECONDS_IN_SILENCE, logger.warning, [COMPILING])
+            patience.daemon = True
+            patience.start()
             try:
                 compiled = CompiledDecode(model, kv_cache, max_model_len, cpu_native.load())
                 compiled.warm_up()
             except (ImportError, RuntimeError) as error:  # of numba: no place for its cache
                 reason = str(error)
-            else:
+            finally:
+                patience.cancel()
+            if reason is None:
                 logger.info("decoding steps compiled in %.1f s", time.perf_counter() - begin)
                 return compiled
         logger.debug("decoding steps are not compiled: %s", reason)

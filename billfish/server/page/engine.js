@@ -78,9 +78,11 @@ export class EnginePanel {
   #health(health) {
     if (!health) return this.onState("lost", explain(new TypeError()));
     const { status, loaded, to_load: total } = health;
-    const parts = total ? `, ${loaded} of ${total} parts` : "";
+    const what = total && loaded === total
+      ? "The model is loaded, the engine prepares its steps"
+      : `The model is being loaded${total ? `, ${loaded} of ${total} parts` : ""}`;
     const words = {
-      starting: `The model is being loaded${parts}. You can write already.`,
+      starting: `${what}. You can write already.`,
       dead: "The engine has ended. The server starts it again if that can help.",
       busy: health.accepting ? null : "The server takes no more requests at the moment.",
     };
@@ -96,7 +98,7 @@ export class EnginePanel {
       say("about-model", `${model.architecture}, ${int4}${model.dtype}; at most ${count(model.max_model_len)} tokens a request, ${model.max_num_seqs} at once.`);
       say("blocks-about", `A square for each of ${count(model.num_blocks)}, of ${model.block_size} tokens.`);
     }
-    element("stale").hidden = engine !== null;
+    element("stale").hidden = engine !== null || health.status === "starting";
     if (!engine) return;
     const { counters } = engine;
     if (counters.steps < this.strip.last) this.strip.reset();

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from billfish.server.fake_engine import FakeEngine
 from tests.server.conftest import chat
-from tests.server.live import LiveServer, live
+from tests.server.live import LiveServer, live, wait_until
 from tests.server.processes import NEEDS_PROC, memory
 from tests.server.test_real_model import ready
 
@@ -80,6 +80,8 @@ def test_five_thousand_requests():
     count, a cache that fills adds to some."""
 
     def blocks() -> int:
+        connections = server.uvicorn.server_state.connections
+        wait_until(lambda: not server.call(lambda: len(connections)))  # each holds some dozens
         gc.collect()
         return sys.getallocatedblocks()
 

@@ -75,7 +75,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_deadline()
         self._stop_reader_check()
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # uvicorn leaves it after a reset, and it holds all this
+        self._unset_keepalive_if_required()  # after a reset uvicorn leaves it, and all this
         if self._running is not None:  # uvicorn tells only the latest request
             self._running.disconnected = True
             self._running.message_event.set()

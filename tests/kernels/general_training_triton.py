@@ -131,7 +131,8 @@ def test_linear_cross_entropy(chunk):
     leaves = [x.double().requires_grad_(), weight.double().requires_grad_()]
     loss = torch.nn.functional.cross_entropy(leaves[0] @ leaves[1].t(), target)
     loss.backward()
-    for part, want in zip(got, (loss.detach(), leaves[0].grad, leaves[1].grad), strict=True):
+    wanted = (loss.detach(), *(6 * leaf.grad for leaf in leaves), torch.tensor(1 / 6).double())
+    for part, want in zip(got, wanted, strict=True):
         close(part, want)
 
 

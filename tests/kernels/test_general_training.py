@@ -128,6 +128,18 @@ def test_linear_cross_entropy(dtype, chunk):
     )  # fmt: skip
 
 
+def test_linear_cross_entropy_of_many_classes_in_float16():
+    """Of the mean, each of these gradients of logits is less than 2^-24, the least of the dtype."""
+    x, weight = draw(4096, 4, dtype=torch.float16), draw(5000, 4, dtype=torch.float16, seed=1) / 16
+    target = torch.zeros(4096, dtype=torch.int64)
+    leaf = weight.clone().requires_grad_()
+    general.linear_cross_entropy(x, leaf, target).backward()
+    exact = weight.double().requires_grad_()
+    functional.cross_entropy(x.double() @ exact.t(), target).backward()
+    error = (leaf.grad.double() - exact.grad)[1:].norm() / exact.grad[1:].norm()
+    assert error < 3e-3
+
+
 def test_linear_cross_entropy_memory_is_a_chunk(monkeypatch):
     """No tensor with as many elements as all logits is ever made."""
 

@@ -108,34 +108,40 @@ def in_chunks(
     x: Tensor,
     weight: Tensor,
     target: Tensor,
-    scale: Tensor,
+    ignore_index: int,
     chunk: int,
     gradients: bool,
-    step: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, gradients of x and of weight), the loss and gradients times scale.
+    step: Callable[[Tensor, Tensor], Tensor],
+    add_product: Callable[[Tensor, Tensor, Tensor], object],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(mean loss, gradients of the loss's sum by x and by weight, the latter in float32, one over
+    the number of rows that count).
 
-    step: (logits, target, scale) to the loss of each row, the logits' gradient left in the logits.
+    Gradients of the sum, not of the mean: that of a logit among many classes, by many rows, is too
+    small for float16, and what has vanished no scaling of the loss brings back.
+
+    step: (logits, target) to the loss of each row, the logits' gradient left in the logits.
+    add_product: (sum, a, b) adds a @ b in float32.
     """
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     dx = torch.empty(x.shape if gradients else 0, dtype=x.dtype, device=x.device)
-    # Sums over chunks are kept in float32: in half precision each would round.
     dw = torch.zeros(weight.shape if gradients else 0, dtype=torch.float32, device=x.device)
     for first in range(0, x.shape[0], chunk):
         rows = x[first : first + chunk]
         logits = rows @ weight.t()
-        loss += step(logits, target[first : first + chunk], scale).sum()
+        loss += step(logits, target[first : first + chunk]).sum()
         if gradients:
             torch.mm(logits, weight, out=dx[first : first + chunk])
-            dw += logits.t() @ rows
-    return loss * scale, dx, dw.to(weight.dtype)
+            add_product(dw, logits.t(), rows)
+    counted = (target != ignore_index).sum().float()
+    return loss / counted, dx, dw, 1.0 / counted.clamp(min=1)
 
 
-def _step_cpu(ignore_index: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    def step(logits: Tensor, target: Tensor, scale: Tensor) -> Tensor:
+def _step_cpu(ignore_index: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def step(logits: Tensor, target: Tensor) -> Tensor:
         loss, total = _cpu(logits, target, ignore_index)
-        each = scale.expand(len(target))
-        logits.copy_(_backward_cpu(each, logits, total, target, ignore_index))
+        ones = torch.ones_like(loss)
+        logits.copy_(_backward_cpu(ones, logits, total, target, ignore_index))
         return loss
 
     return step
@@ -147,24 +153,28 @@ def _scale(target: Tensor, ignore_index: int) -> Tensor:
 
 def _linear_cpu(
     x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, chunk: int, gradients: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    scale = _scale(target, ignore_index)
-    return in_chunks(x, weight, target, scale, chunk, gradients, _step_cpu(ignore_index))
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+        total.addmm_(a.float(), b.float())
+
+    step = _step_cpu(ignore_index)
+    return in_chunks(x, weight, target, ignore_index, chunk, gradients, step, add_product)
 
 
 def _linear_fake(
     x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, chunk: int, gradients: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
         x.new_empty((), dtype=torch.float32),
         x.new_empty(x.shape if gradients else (0,)),
-        weight.new_empty(weight.shape if gradients else (0,)),
+        weight.new_empty(weight.shape if gradients else (0,), dtype=torch.float32),
+        x.new_empty((), dtype=torch.float32),
     )
 
 
-_linear_cross_entropy: Callable[..., tuple[Tensor, Tensor, Tensor]] = register(
+_linear_cross_entropy: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = register(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, int ignore_index, int chunk,"
-    " bool gradients) -> (Tensor, Tensor, Tensor)",
+    " bool gradients) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_linear_fake,
     cpu=_linear_cpu,
     gpu=_GPU,
@@ -172,13 +182,17 @@ _linear_cross_entropy: Callable[..., tuple[Tensor, Tensor, Tensor]] = register(
 
 
 def _linear_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(output[1], output[2])
-    ctx.mark_non_differentiable(output[1], output[2])
+    ctx.dtype = inputs[0].dtype
+    ctx.save_for_backward(*output[1:])
+    ctx.mark_non_differentiable(*output[1:])
 
 
 def _linear_backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dw = ctx.saved_tensors
-    return dx * dloss.to(dx.dtype), dw * dloss.to(dw.dtype), None, None, None, None
+    *sums, scale = ctx.saved_tensors
+    # Of one dimension, or it would be rounded to the dtype of what it scales.
+    factor = (dloss * scale).view(1)
+    dx, dw = (torch.mul(part, factor, out=torch.empty_like(part, dtype=ctx.dtype)) for part in sums)
+    return dx, dw, None, None, None, None
 
 
 differentiate("linear_cross_entropy", _linear_save, _linear_backward)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from billfish.kernels.general.cross_entropy import _scale, in_chunks
+from billfish.kernels.general.cross_entropy import in_chunks
 from billfish.kernels.general.gpu import _on, _rows
 from billfish.kernels.general.softmax_gpu import log_sum
 
@@ -14,10 +14,10 @@ BLOCK = 4096
 
 @triton.jit
 def _loss_kernel(
-    logits, target, loss, total, scale, n, stride, ignore, GRADIENT: tl.constexpr,
+    logits, target, loss, total, n, stride, ignore, GRADIENT: tl.constexpr,
     ONLINE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """GRADIENT: scale[0] * (softmax - one_hot) is written over the logits; else total is kept."""
+    """GRADIENT: softmax - one_hot is written over the logits; else total is kept."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     wanted = tl.load(target + row)
@@ -28,10 +28,9 @@ def _loss_kernel(
     picked = tl.load(logits + wanted, mask=there, other=float("nan")).to(tl.float32)
     tl.store(loss + row, tl.where(kept, whole - picked, 0.0))
     if GRADIENT:
-        factor = tl.load(scale)
         # Every thread has read its part, and the one logit, before any is written over.
         tl.debug_barrier()
-        _gradient(logits, logits, whole, factor, wanted, kept, n, BLOCK)
+        _gradient(logits, logits, whole, 1.0, wanted, kept, n, BLOCK)
     else:
         tl.store(total + row, whole)
 
@@ -68,7 +67,7 @@ def cross_entropy(
     if rows.shape[0]:
         with _on(logits):
             _loss_kernel[(rows.shape[0],)](
-                rows, target.contiguous(), loss, total, total, rows.shape[1], rows.stride(0),
+                rows, target.contiguous(), loss, total, rows.shape[1], rows.stride(0),
                 ignore_index, GRADIENT=False, ONLINE=online, BLOCK=block, num_warps=8,
             )  # fmt: skip
     return loss, total
@@ -92,14 +91,22 @@ def cross_entropy_backward(
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, chunk: int, gradients: bool,
     *, block: int = BLOCK,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    def step(logits: Tensor, target: Tensor, scale: Tensor) -> Tensor:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    def step(logits: Tensor, target: Tensor) -> Tensor:
         loss = torch.empty(logits.shape[0], dtype=torch.float32, device=x.device)
         with _on(x):
             _loss_kernel[(logits.shape[0],)](
-                logits, target.contiguous(), loss, loss, scale, logits.shape[1], logits.stride(0),
+                logits, target.contiguous(), loss, loss, logits.shape[1], logits.stride(0),
                 ignore_index, GRADIENT=True, ONLINE=True, BLOCK=block, num_warps=8,
             )  # fmt: skip
         return loss
 
-    return in_chunks(x, weight, target, _scale(target, ignore_index), chunk, gradients, step)
+    return in_chunks(x, weight, target, ignore_index, chunk, gradients, step, _add_product)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in the product's own pass: float32 from half precision without rounding."""
+    if a.dtype == total.dtype or not total.is_cuda:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

@@ -99,16 +99,18 @@ def reduce(x: Tensor, op: str, *, fused: bool = True, block: int | None = None) 
     partial = torch.empty((groups, parts, width) if parts > 1 else 0, dtype=kind, device=x.device)
     count = torch.zeros(groups if parts > 1 else 0, dtype=torch.int32, device=x.device)
     space = triton.next_power_of_2(parts)
+    warps = 4 if block * width < 4096 else 8
     with _on(x):
         _reduce_kernel[(groups, parts)](
             x, out, partial, count, n, inner, *x.stride(), part_size, parts, blocks,
             EMPTY=empty, DTYPE=TYPES[kind], OP=op, ALONE=parts == 1, FUSED=fused,
-            BLOCK=block, WIDTH=width, SPACE=space, num_warps=4 if block * width < 4096 else 8,
+            BLOCK=block, WIDTH=width, SPACE=space, num_warps=warps,
         )  # fmt: skip
         if parts > 1 and not fused:
+            # As many warps: they decide in which order the parts are added.
             _finish_kernel[(groups,)](
                 out, partial, inner, parts, blocks, EMPTY=empty, DTYPE=TYPES[kind], OP=op,
-                WIDTH=width, SPACE=space,
+                WIDTH=width, SPACE=space, num_warps=warps,
             )  # fmt: skip
     return out
 

@@ -302,12 +302,14 @@ def main(arguments: list[str]) -> None:
         if time.monotonic() - began > options.time_limit:
             print(f"out of time before {case.name}; --kernels and --keep go on from here")
             break
-        print(f"[{index + 1}/{len(cases)}] {case.name}", flush=True)
+        print(f"[{index + 1}/{len(cases)}] {case.name}", end="", flush=True)
+        started = time.monotonic()
         for path, measure in measures.items():
             if path == options.ablation and not case.settings:
                 continue
             rows[path] += _measured(case, partial(measure, case, rates, DEVICE))
             record.write(path, head | {"rates": rates.as_json()}, rows[path])
+        print(f": {time.monotonic() - started:.1f} s", flush=True)
         torch._dynamo.reset()
         if not _sound():
             print("a CUDA graph failed and left this process unsound; --kernels and --keep go on")

@@ -17,7 +17,7 @@ from billfish.compare.topics import Topic, benchmarked, topic_of
 from billfish.errors import RecordError
 from billfish.version import __version__
 
-FORMAT = 1
+FORMAT = 2
 MEASURED, RECORDED, MISSING = "measured", "recorded", "not measured yet"
 
 Json = dict[str, Any]

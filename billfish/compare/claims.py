@@ -1,7 +1,8 @@
 """The figures in the table of the families: one or a few for each thing that it says.
 
-A claim names the record that it comes from. Where there is none its value is None: not measured
-yet. What the engine's bookkeeping gives without a GPU has the record "counted".
+A claim names the record that it comes from, and has one value, or two: the least and the most of
+all cases. Where nothing is recorded it has none: not measured yet. What the engine's bookkeeping
+gives without a GPU has the record "counted".
 """
 
 from collections.abc import Iterable
@@ -26,46 +27,41 @@ def claims(family: str, records: Records, pictures: Json) -> dict[str, list[Json
 
 
 def _claim(record: str, label: str, value: float | None, unit: str = "") -> Json:
-    return {"record": record, "label": label, "value": value, "unit": unit}
+    values = [] if value is None else [value]
+    return {"record": record, "label": label, "values": values, "unit": unit}
 
 
-def _range(record: str, label: str, values: Iterable[float], unit: str) -> list[Json]:
-    found = list(values)
-    return [
-        _claim(record, f"{label}, least", min(found, default=None), unit),
-        _claim(record, f"{label}, most", max(found, default=None), unit),
-    ]
+def _range(record: str, label: str, found: Iterable[float], unit: str) -> Json:
+    """The least and the most of them; one value where both are the same."""
+    values = sorted(found)
+    ends = list(dict.fromkeys((values[0], values[-1]))) if values else []
+    return {"record": record, "label": label, "values": ends, "unit": unit}
 
 
 def _marlin(records: Records) -> dict[str, list[Json]]:
     gemm, ablation = records.get("gemm"), records.get("ablation_gemm")
     chart = charts_data.speedup(gemm)
-    points = [
-        (point["m"], point["speedup"], shape["shape"])
-        for shape in (chart["shapes"] if chart else [])
-        for point in shape["lines"].get("billfish", [])
+    speeds: dict[int, list[float]] = {}
+    for shape in chart["shapes"] if chart else []:
+        for point in shape["lines"].get("billfish", []):
+            speeds.setdefault(point["m"], []).append(point["speedup"])
+    over_fp16 = [
+        _range("gemm", f"speed over FP16, {m} token{'s' if m > 1 else ''}", speeds.get(m, []), "x")
+        for m in (1, 16, 64, 256)
     ]
-    performance = []
-    for m in (1, 16, 64, 256):
-        best = max(((s, name) for count, s, name in points if count == m), default=(None, ""))
-        of = f", {best[1]}" if best[1] else ""
-        performance.append(_claim("gemm", f"over FP16, M = {m}{of}", best[0], "x"))
     lead = _leads(gemm, ("n", "k", "m"), INT4_PEERS)
     floors = _percents(row for row in _rows(ablation) if row["technique"] == "all on")
-    few = [speed for m, speed, _ in points if m <= 64]
-    many = [speed for m, speed, _ in points if m >= 256]
+    few = [speed for m, found in speeds.items() if m <= 64 for speed in found]
+    many = [speed for m, found in speeds.items() if m >= 256 for speed in found]
+    ideal = chart["ideal"] if chart else None
     return {
         "function": [_claim("gemm", "relative error, at most", _worst_error(gemm))],
-        "focus": _range("ablation_gemm", "of the floor of its bytes", floors, "%"),
-        "memory": [
-            _claim(
-                "gemm", "fewer bytes than FP16, with scales", chart["ideal"] if chart else None, "x"
-            )
-        ],
-        "performance": performance + _range("gemm", "over the best INT4 peer", lead, "x"),
+        "focus": [_range("ablation_gemm", "of the floor of its bytes", floors, "%")],
+        "memory": [_claim("gemm", "fewer bytes than FP16, scales included", ideal, "x")],
+        "performance": [*over_fp16, _range("gemm", "over the best INT4 peer", lead, "x")],
         "uses": [
-            _claim("gemm", "over FP16 up to M = 64, least", min(few, default=None), "x"),
-            _claim("gemm", "over FP16 from M = 256 on, most", max(many, default=None), "x"),
+            _range("gemm", "speed over FP16, 64 tokens or fewer", few, "x"),
+            _range("gemm", "256 tokens or more", many, "x"),
         ],
     }
 
@@ -79,25 +75,23 @@ def _paged_attention(records: Records, memory: Json | None) -> dict[str, list[Js
     ratio = whole["contiguous"][0]["ratio"] if whole else None
     serving = charts_data.serving(records)
     rates = [p["tok_s"] for p in serving["lines"].get("billfish", [])] if serving else []
-    used = {key: memory[key] for key in ("paged", "contiguous")} if memory else {}
+
+    def counted(label: str, way: str, key: str, unit: str = "") -> Json:
+        return _claim(COUNTED, label, memory[way][key] if memory else None, unit)
+
     return {
         "function": [_claim("attention", "relative error, at most", _worst_error(attention))],
         "focus": [
-            _claim(COUNTED, f"memory that holds tokens, {words}", value, "%")
-            for words, value in (
-                ("with blocks", used["paged"]["used_percent"] if used else None),
-                ("contiguous", used["contiguous"]["used_percent"] if used else None),
-            )
+            counted("memory that holds tokens, with blocks", "paged", "used_percent", "%"),
+            counted("in one piece a request", "contiguous", "used_percent", "%"),
         ],
         "memory": [
-            _claim(
-                COUNTED, "requests at once, with blocks", used["paged"]["running"] if used else None
-            ),
-            _claim(COUNTED, "contiguous", used["contiguous"]["running"] if used else None),
+            counted("requests at once, with blocks", "paged", "running"),
+            counted("in one piece a request", "contiguous", "running"),
         ],
         "performance": [
-            *_range("attention", "beside a contiguous cache, decode", bound, "x"),
-            *_range("attention", "over FlashAttention-3, decode", lead, "x"),
+            _range("attention", "decode, speed over a contiguous cache", bound, "x"),
+            _range("attention", "decode, over FlashAttention-3", lead, "x"),
             _claim("engine_cache", "throughput over a contiguous cache", ratio, "x"),
         ],
         "uses": [
@@ -112,24 +106,19 @@ def _general(records: Records) -> dict[str, list[Json]]:
     percents = [line["percent"] for line in lines]
     ratios = [line["ratio"] for line in lines if line["ratio"]]
     near = sum(percent >= 90 for percent in percents) if lines else None
-    domains = {line["domain"] for line in lines}
+    ahead = sum(ratio >= 1 for ratio in ratios) if ratios else None
+    largest = max((line["bytes"] for line in lines), default=None)
     return {
         "function": [_claim("general", "relative error, at most", _worst_error(general))],
         "focus": [_claim("general", "cases at 90% of the floor or nearer", near)],
-        "memory": [
-            _claim(
-                "general",
-                "bytes of the largest case",
-                max((x["bytes"] for x in lines), default=None),
-                "bytes",
-            )
-        ],
+        "memory": [_claim("general", "bytes of the largest case", largest, "bytes")],
         "performance": [
-            *_range("general", "percent of the floor", percents, "%"),
-            *_range("general", "over the best peer", ratios, "x"),
+            _range("general", "of the floor", percents, "%"),
+            _range("general", "over the best peer", ratios, "x"),
+            _claim("general", "cases no slower than the best peer", ahead),
         ],
         "uses": [
-            _claim("general", "domains measured", len(domains) or None),
+            _claim("general", "kernels measured", len({x["kernel"] for x in lines}) or None),
             _claim("general", "cases measured", len(lines) or None),
         ],
     }

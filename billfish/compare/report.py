@@ -168,11 +168,17 @@ def _technique_list(name: str, family: Json) -> str:
 
 def _claims(claims: Sequence[Json]) -> str:
     items = "".join(
-        f"<div><dt>{escape(claim['label'])}</dt><dd>"
-        f"{NOT_YET if claim['value'] is None else number(claim['value'], claim['unit'])}</dd></div>"
-        for claim in claims
+        f"<div><dt>{escape(claim['label'])}</dt><dd>{_values(claim)}</dd></div>" for claim in claims
     )
     return f'<dl class="claims">{items}</dl>'
+
+
+def _values(claim: Json) -> str:
+    """The figure of a claim, or its least and most."""
+    *first, last = claim["values"] or [None]
+    if last is None:
+        return NOT_YET
+    return "".join(f"{number(value)} to " for value in first) + number(last, claim["unit"])
 
 
 def _all_kernels(chart: Json) -> str:

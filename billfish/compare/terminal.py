@@ -1,36 +1,42 @@
-"""The comparison in a terminal: the families side by side, then each technique with and without."""
+"""The comparison in a terminal: what each family is, then each technique with and without.
 
-from collections.abc import Sequence
-from typing import Any
+Made for any width from 80 columns: families stand side by side where there is room, and columns
+that say least are left out where there is not.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from billfish.compare.catalogue import KINDS, ROWS
+from billfish.compare.catalogue import DOMAINS, KINDS, ROWS
 from billfish.compare.figures import shown, sized
 
 Json = dict[str, Any]
 NOT_YET = "[dim]not measured yet[/dim]"
+SIDE_BY_SIDE = 120
+"""Columns of a terminal from which the families stand beside each other."""
+FLOOR = "Floor: the time a GPU needs for a case's bytes or arithmetic; 50%: twice that."
 
 
 def show(document: Json, console: Console) -> None:
     _say_where(document, console)
     families = document["families"]
-    table = Table(title="Side by side", title_justify="left", show_lines=True)
-    table.add_column("")
+    if console.width >= SIDE_BY_SIDE and len(families) > 1:
+        _side_by_side(families, console)
+    else:
+        for family in families.values():
+            _alone(family, console)
+    console.print(
+        "[bold]What each technique is worth[/bold]: the time without it over the time with it, "
+        "least and most of all cases; then the case in which it is worth most, in microseconds."
+    )
+    console.print(FLOOR, markup=False, highlight=False)
     for family in families.values():
-        table.add_column(family["title"])
-    for title, key in ROWS[:3]:
-        table.add_row(title, *(_said(family, key) for family in families.values()))
-    table.add_row("Key techniques", *(_techniques(family) for family in families.values()))
-    performance = (_claims(family["claims"]["performance"]) for family in families.values())
-    table.add_row("Performance", *performance)
-    table.add_row(ROWS[3][0], *(_said(family, ROWS[3][1]) for family in families.values()))
-    console.print(table)
-    for family in families.values():
-        _cases(family, console)
+        _techniques(family, console)
     console.print("Every case, plots and code: --html FILE. All figures: --json FILE.")
 
 
@@ -46,69 +52,140 @@ def _say_where(document: Json, console: Console) -> None:
         console.print("Recorded results: nothing was measured here.", style="bold yellow")
         if made["gpu"] is None and not made["file"]:
             console.print("This machine has no GPU.")
+    places: dict[str, list[str]] = {}
     for name, record in document["records"].items():
         if record["origin"] == "recorded":
-            commit = (record["commit"] or "unknown")[:12]
-            console.print(
-                f"  {name}: recorded on {record['device']}, {record['date']}, commit {commit}",
-                style="dim",
-                highlight=False,
-                markup=False,
-            )
+            where = f"Recorded on {record['device']}, {record['date']}, by commit"
+            commit = (record["commit"] or "unknown")[:7]
+            places.setdefault(where, []).append(f"{name} {commit}")
+    for where, names in places.items():
+        line = f"{where}: {', '.join(names)}."
+        console.print(line, style="dim", highlight=False, markup=False)
     console.print()
 
 
-def _techniques(family: Json) -> str:
+def _rows(family: Json) -> Iterator[tuple[str, str]]:
+    """What the table of the families says of one: titles, and text with figures."""
+    said = [
+        (title, f"{escape(family[key])}\n{_claims(family['claims'][key])}") for title, key in ROWS
+    ]
+    worth = ("Key techniques", _most(family))
+    performance = ("Performance", _claims(family["claims"]["performance"]))
+    return iter((*said[:3], worth, performance, *said[3:]))
+
+
+def _side_by_side(families: Json, console: Console) -> None:
+    table = Table("", box=box.ROUNDED, show_lines=True)
+    for family in families.values():
+        table.add_column(family["title"], ratio=1)
+    for row in zip(*(_rows(family) for family in families.values()), strict=True):
+        table.add_row(row[0][0], *(text for _, text in row))
+    console.print(table)
+    console.print()
+
+
+def _alone(family: Json, console: Console) -> None:
+    table = Table(
+        title=escape(family["title"]), title_justify="left", title_style="bold",
+        box=box.ROUNDED, show_header=False, show_lines=True, expand=True,
+    )  # fmt: skip
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    for title, text in _rows(family):
+        table.add_row(title, text)
+    console.print(table)
+    console.print()
+
+
+def _most(family: Json) -> str:
+    """Each technique, or kind of them, with the most that it is worth; the best first."""
     best: dict[str, list[float]] = {}
     for technique in family["techniques"]:
         title = KINDS[technique["kind"]] if "kind" in technique else technique["name"]
         best.setdefault(title, []).extend(case["ratio"] for case in technique["cases"])
+    lines = sorted(best.items(), key=lambda item: -max(item[1], default=0))
     return "\n".join(
         f"{escape(title)}: " + (f"up to {shown(max(ratios), 'x')}x" if ratios else NOT_YET)
-        for title, ratios in best.items()
+        for title, ratios in lines
     )
 
 
-def _said(family: Json, key: str) -> str:
-    return f"{escape(family[key])}\n[dim]{_claims(family['claims'][key])}[/dim]"
-
-
 def _claims(claims: Sequence[Json]) -> str:
-    return "\n".join(f"{escape(claim['label'])}: {_value(claim)}" for claim in claims)
+    return "\n".join(f"[dim]{escape(claim['label'])}:[/dim] {_value(claim)}" for claim in claims)
 
 
 def _value(claim: Json) -> str:
-    value, unit = claim["value"], claim["unit"]
-    if value is None:
-        return NOT_YET
-    return sized(value) if unit == "bytes" else shown(value, unit) + unit
+    unit = claim["unit"]
+    values = [sized(v) if unit == "bytes" else shown(v, unit) for v in claim["values"]]
+    tail = "" if unit == "bytes" else unit
+    return " to ".join(values) + tail if values else NOT_YET
 
 
-def _cases(family: Json, console: Console) -> None:
-    """A line a technique: what it is worth, and the case in which it is worth most."""
-    title = f"{family['title']}: without / with, and the case in which it is worth most"
-    table = Table("technique", title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("without / with", justify="right", no_wrap=True)
-    table.add_column("case")
-    for column in ("with, us", "without", "bytes", "of floor"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("code", overflow="fold")
-    for technique in family["techniques"]:
-        link = technique["code"][0]
-        where = escape(f"{link['file'].rpartition('/')[2]}:{link['first']}")
-        cases = sorted(technique["cases"], key=lambda case: case["ratio"])
-        if not cases:
-            table.add_row(escape(technique["name"]), "", NOT_YET, "", "", "", "", where)
-            continue
-        most, percent = cases[-1], cases[-1]["with_percent"]
-        table.add_row(
-            escape(technique["name"]),
-            f"{shown(cases[0]['ratio'], 'x')} - {shown(most['ratio'], 'x')}",
-            escape(f"{most['group'].replace('_', ' ')} {most['case']}".strip()),
-            shown(most["with_us"]),
-            shown(most["without_us"]),
-            "" if most["bytes"] is None else sized(most["bytes"]),
-            "" if percent is None else shown(percent, "%") + "%",
-            where,
-        )
-    console.print(table)
+class _Column(NamedTuple):
+    """width: of the terminal, from which it is shown. cell: of a technique and its best case."""
+
+    title: str
+    width: int
+    cell: Callable[[Json, Json], str]
+    options: Json
+
+
+_TEXT, _NUMBER = {"overflow": "fold"}, {"justify": "right", "no_wrap": True}
+COLUMNS = (
+    _Column("technique", 0, lambda technique, _: escape(technique["name"]), _TEXT | {"ratio": 5}),
+    _Column("without / with", 0, lambda technique, _: _spread(technique), _NUMBER),
+    _Column("most in", 0, lambda _, case: escape(_name(case)), _TEXT | {"ratio": 4}),
+    _Column("with", 0, lambda _, case: shown(case["with_us"]), _NUMBER),
+    _Column("without", 0, lambda _, case: shown(case["without_us"]), _NUMBER),
+    _Column("of floor", 0, lambda _, case: _percent(case["with_percent"]), _NUMBER),
+    _Column("bytes", 100, lambda _, case: sized(case["bytes"]) if case["bytes"] else "", _NUMBER),
+    _Column("code", 140, lambda technique, _: escape(_place(technique)), _TEXT),
+)
+
+
+def _techniques(family: Json, console: Console) -> None:
+    """A table of the techniques that were measured, one a domain where there are domains."""
+    domains: dict[str, list[Json]] = {}
+    for technique in filter(lambda technique: technique["cases"], family["techniques"]):
+        domain = f": {DOMAINS[technique['domain']]}" if "domain" in technique else ""
+        domains.setdefault(domain, []).append(technique)
+    for domain, measured in domains.items():
+        console.print(_table(f"{family['title']}{domain}", measured, console.width))
+    missing = [technique["name"] for technique in family["techniques"] if not technique["cases"]]
+    if missing:
+        said = f"{escape(family['title'])}, {NOT_YET}: {escape(', '.join(missing))}\n"
+        console.print(said, highlight=False)
+
+
+def _table(title: str, techniques: Sequence[Json], width: int) -> Table:
+    """A line a technique: what it is worth, and its best case."""
+    table = Table(
+        title=f"\n{escape(title)}", title_justify="left", title_style="bold",
+        box=box.SIMPLE_HEAD, pad_edge=False, expand=True,
+    )  # fmt: skip
+    columns = [column for column in COLUMNS if width >= column.width]
+    for column in columns:
+        table.add_column(column.title, **column.options)
+    for technique in techniques:
+        case = max(technique["cases"], key=lambda case: case["ratio"])
+        table.add_row(*(column.cell(technique, case) for column in columns))
+    return table
+
+
+def _spread(technique: Json) -> str:
+    ratios = [case["ratio"] for case in technique["cases"]]
+    ends = dict.fromkeys(shown(ratio, "x") for ratio in (min(ratios), max(ratios)))
+    return " - ".join(ends)
+
+
+def _name(case: Json) -> str:
+    return f"{case['group'].replace('_', ' ')} {case['case']}".strip()
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else shown(value, "%") + "%"
+
+
+def _place(technique: Json) -> str:
+    link = technique["code"][0]
+    return f"{link['file']}:{link['first']}"

@@ -33,7 +33,7 @@ def raised(*arguments):
 def test_in_the_terminal_and_as_files(tmp_path):
     said = run("--out", tmp_path / "new")
     assert "Recorded results: nothing was measured here." in said
-    assert "NVIDIA H200, 2026-12-01, commit" in said
+    assert "Recorded on NVIDIA H200, 2026-12-01, by commit: gemm " in said
     assert "not measured" in said
     assert "Stream-K" in said
     document = json.loads((tmp_path / "new" / "comparison.json").read_text())

@@ -81,8 +81,9 @@ class Engine:
 
     With `overlap` the executor always has work: `step` makes the next plan and submits it, and only
     then waits for the result of the one before. So a step computes while the CPU plans the next and
-    turns the tokens of the last into text. The tokens are those of the plain loop. What ends a
-    request by the value of a token is seen one step late: what was computed past it is dropped.
+    turns the tokens of the last into text. What ends a request by the value of a token is seen one
+    step late, and what was computed past it is dropped: the tokens are those of the plain loop, if
+    the executor's choice for a sequence does not depend on the others in its step.
     """
 
     def __init__(

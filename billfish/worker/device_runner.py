@@ -83,8 +83,9 @@ class DeviceRunner:
 
     Arguments as for `ModelRunner`. max_num_batched_tokens: most tokens of a step. graphs: capture
     steps with `capture`, all that decode and others of up to 2048 tokens; without, and for larger
-    steps, kernels are launched one by one. batch_invariant: attention adds a sequence's keys up in
-    an order that batch-mates do not change.
+    steps, kernels are launched one by one. Either way steps are padded to the same sizes, so that
+    the kernels and their results are the same. batch_invariant: attention adds a sequence's keys up
+    in an order that batch-mates do not change.
 
     It also runs on a CPU, where nothing overlaps, so that all but the kernels can be tested there.
     """
@@ -115,10 +116,10 @@ class DeviceRunner:
         self.rules = DeviceRules(self.batch.token_table)
         self._make_plans = partial(_attention_plans, model, kv_cache, max_num_seqs, batch_invariant)
         self._plans = self._make_plans()
-        sizes = ladder(max_num_seqs) if graphs else []
-        mixed_sizes = mixed_ladder(max_num_batched_tokens) if graphs else []
+        self._graphs = graphs and device.type == "cuda"
+        sizes, mixed_sizes = ladder(max_num_seqs), mixed_ladder(max_num_batched_tokens)
         self._inputs = step_inputs.allocate(
-            max([max_num_seqs, *mixed_sizes]), max_num_seqs, self.batch.max_blocks, device
+            max(max_num_seqs, mixed_sizes[-1]), max_num_seqs, self.batch.max_blocks, device
         )
         self._one_each = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
@@ -149,8 +150,8 @@ class DeviceRunner:
         )  # fmt: skip
 
     def capture(self) -> None:
-        """Capture the graphs: compiles what they launch."""
-        if self.device.type == "cuda":
+        """Capture the graphs, if there are to be any: compiles what they launch."""
+        if self._graphs:
             pool = torch.cuda.graph_pool_handle()
             self._mixed_graphs.capture(pool)
             self._decode_graphs.capture(pool)
@@ -223,7 +224,7 @@ class DeviceRunner:
         pending = DeviceStep(plan.step)
         if step is None:
             return pending
-        if step.decodes and self._decode_graphs.largest and not step.wants_prompt_logits:
+        if step.decodes and not step.wants_prompt_logits:
             logits = self._decode_graphs.replay(step.num_requests)
             if step.sampled and not step.in_order:
                 logits = logits[self._sample_index(step)]

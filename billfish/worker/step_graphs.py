@@ -37,6 +37,8 @@ class StepGraphs:
     def __init__(self, run: Callable[[int], Tensor], sizes: list[int], device: torch.device):
         self._run, self._sizes, self._device = run, sizes, device
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # One for all captures: libraries keep memory for each stream that they have seen.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def largest(self) -> int:
@@ -46,7 +48,9 @@ class StepGraphs:
     @torch.inference_mode()
     def capture(self, pool: Any) -> None:
         """Capture all sizes, the largest first, so that the others fit in its memory."""
-        stream = torch.cuda.Stream(self._device)
+        stream = self._stream
+        if stream is None:
+            return
         stream.wait_stream(torch.cuda.current_stream(self._device))
         for size in reversed(self._sizes):
             with torch.cuda.stream(stream):

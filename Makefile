@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet \
 	$(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: help demo test lint types imports gpu sanitize clean
+.PHONY: help demo test lint types imports tables gpu sanitize clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make gpu      run the tests that need an NVIDIA GPU, with this machine's own Python"
 	@echo "make sanitize a sample of those under compute-sanitizer"
 	@echo "make lint types imports    the static checks"
+	@echo "make tables   the tables of docs/ anew, from the recorded results in benchmarks/"
 	@echo "make clean    remove what the commands above made"
 
 demo: $(VENV)/.demo
@@ -36,6 +37,10 @@ types: $(VENV)/.dev
 
 imports: $(VENV)/.dev
 	$(BIN)/lint-imports
+
+# After a file of benchmarks/ has changed.
+tables: $(VENV)/.dev
+	$(BIN)/python -m billfish.compare.tables docs
 
 # Mostly compilation, so several processes; PART names a file where there is a limit on the time.
 gpu:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from billfish.bench import record
-from billfish.bench.general_case import Case, Function, Inputs, dtype_name, is_there
+from billfish.bench.general_case import Case, Function, Inputs, Math, dtype_name, is_there
 from billfish.bench.turns import Call, elapsed_us, time_in_turns, waits
 from billfish.errors import ConfigError
 
@@ -75,7 +75,7 @@ class Rates:
     read: float
     copy: float
     write: float
-    flops: dict[torch.dtype, float] = field(default_factory=dict)
+    flops: dict[Math, float] = field(default_factory=dict)
 
     @classmethod
     def measured(cls) -> "Rates":
@@ -94,7 +94,7 @@ class Rates:
         both = min(read, written)
         return 2 * both / self.copy + (read - both) / self.read + (written - both) / self.write
 
-    def math_us(self, flops: int, dtype: torch.dtype) -> float:
+    def math_us(self, flops: int, dtype: Math) -> float:
         if not flops:
             return 0.0
         if dtype not in self.flops:
@@ -119,10 +119,11 @@ def _best(call: Call, times: int = 8) -> float:
     return min(elapsed_us(call) for _ in range(times))
 
 
-def _matmul_rate(dtype: torch.dtype, size: int = 8192) -> float:
+def _matmul_rate(kind: Math, size: int = 8192) -> float:
     """Operations a microsecond; a product of float32 without TF32."""
+    dtype = torch.float32 if isinstance(kind, str) else kind
     before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = kind == "tf32"
     try:
         a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
         return 2 * size**3 / _best(partial(torch.mm, a, b), 4)
@@ -302,14 +303,14 @@ def main(arguments: list[str]) -> None:
         if time.monotonic() - began > options.time_limit:
             print(f"out of time before {case.name}; --kernels and --keep go on from here")
             break
-        print(f"[{index + 1}/{len(cases)}] {case.name}", end="", flush=True)
+        print(f"[{index + 1}/{len(cases)}] {case.name}", flush=True)
         started = time.monotonic()
         for path, measure in measures.items():
             if path == options.ablation and not case.settings:
                 continue
             rows[path] += _measured(case, partial(measure, case, rates, DEVICE))
             record.write(path, head | {"rates": rates.as_json()}, rows[path])
-        print(f": {time.monotonic() - started:.1f} s", flush=True)
+        print(f"  {time.monotonic() - started:.1f} s", flush=True)
         torch._dynamo.reset()
         if not _sound():
             print("a CUDA graph failed and left this process unsound; --kernels and --keep go on")

@@ -31,6 +31,8 @@ from torch import Tensor
 
 Inputs = tuple[Any, ...]
 Function = Callable[..., Any]
+Math = torch.dtype | str
+"""In what products of matrices are computed: a dtype, or "tf32"."""
 
 MODULES = {"cupy": "cupy", "cub": "cupy", "cufft": "cupy", "cusparse": "cupy",
            "liger": "liger_kernel", "flashinfer": "flashinfer"}  # fmt: skip
@@ -66,7 +68,8 @@ class Case:
 
     draw: (device) -> inputs, random by torch's global generator. run, reference, peers and settings
     take them. read, written: the bytes that any implementation has to move; flops: what it has to
-    compute, at the rate of products of matrices of `math` (default: dtype; float32 without TF32).
+    compute, at the rate of products of matrices of `math` (default: dtype; float32 without TF32,
+    "tf32" with).
     reference: the result in float64 or integers, as `error` compares it. peers: by name, whose
     first word says what it needs (MODULES); one that waits for the GPU, or has the attribute
     `eager`, is timed without a graph. settings: technique -> setting -> the kernel with that
@@ -83,7 +86,7 @@ class Case:
     read: int
     written: int
     flops: int = 0
-    math: torch.dtype | None = None
+    math: Math | None = None
     peers: Mapping[str, Function] = field(default_factory=dict)
     settings: Mapping[str, Mapping[str, Function]] = field(default_factory=dict)
     error: Callable[[Any, Any], float] = relative_error
@@ -99,7 +102,7 @@ class Case:
         return TOLERANCE.get(self.dtype, 0.0) if self.tolerance is None else self.tolerance
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: Math) -> str:
     return str(dtype).removeprefix("torch.")
 
 

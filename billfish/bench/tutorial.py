@@ -143,6 +143,13 @@ STEPS: dict[str, tuple[Layer, int]] = {
 
 SIZE = (2048, 8192)
 """Channels and pixels that are timed: 32 MiB in float16."""
+
+
+def step_bytes(step: str) -> int:
+    """What a step reads and writes at SIZE in float16."""
+    return STEPS[step][1] * 2 * 2 * SIZE[0] * SIZE[1]
+
+
 TOLERANCE = 4e-3
 """Of the norm: the naive step and torch round to float16 between their passes."""
 
@@ -164,7 +171,6 @@ def rows() -> list[dict[str, Any]]:
     from billfish.bench.turns import Call, elapsed_us, time_in_turns
 
     sets = [draw(*SIZE, "cuda") for _ in range(8)]  # 256 MiB: more than any L2 cache
-    nbytes = 2 * sets[0][0].nbytes
     calls: dict[str, list[Call]] = {}
     for name, (layer, _) in STEPS.items():
         error = error_of(layer, sets[0])
@@ -176,10 +182,10 @@ def rows() -> list[dict[str, Any]]:
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copied = min(elapsed_us(partial(target.copy_, source)) for _ in range(8))
-    floor = nbytes / (2 * source.nbytes / copied)
+    floor = step_bytes("fused") / (2 * source.nbytes / copied)
     return [
         {"step": name, "size": f"{SIZE[0]} x {SIZE[1]}", "dtype": "float16", "us": round(us, 2),
-         "spread": round(spread, 3), "bytes": STEPS[name][1] * nbytes, "floor_us": round(floor, 2)}
+         "spread": round(spread, 3), "bytes": step_bytes(name), "floor_us": round(floor, 2)}
         for name, (us, spread) in times.items()
     ]  # fmt: skip
 

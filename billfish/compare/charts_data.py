@@ -33,6 +33,7 @@ def charts(records: Records, names: Iterable[str]) -> Json:
         "cache": cache(records.get("engine_cache")) if "paged_attention" in names else None,
         "serving": serving(records),
         "general": general(records.get("general")) if "general" in names else [],
+        "wrong": wrong(records.get("general")) if "general" in names else [],
         "tutorial": tutorial(records.get("tutorial")) if "general" in names else [],
         "kernels": kernels(records, names),
         "ceilings": ceilings(records),
@@ -187,6 +188,15 @@ def general(record: Record | None) -> list[Json]:
             }
         )
     return lines
+
+
+def wrong(record: Record | None) -> list[Json]:
+    """Cases of general kernels whose result was wrong when they were to be timed."""
+    return [
+        {key: row[key] for key in ("domain", "kernel", "size", "dtype")}
+        for row in (record.rows if record else [])
+        if row["impl"] == "billfish" and "us" not in row
+    ]
 
 
 def tutorial(record: Record | None) -> list[Json]:

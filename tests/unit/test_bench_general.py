@@ -1,5 +1,6 @@
 """`billfish bench general`: its records, their arithmetic, and every case against its reference."""
 
+import itertools
 import json
 
 import pytest
@@ -74,6 +75,14 @@ def test_the_floor_is_the_slower_of_memory_and_arithmetic():
     # The rate of another dtype, where the case names it.
     rates = bench.Rates(4000.0, 3200.0, 2000.0, {torch.float16: 1e6, torch.float32: 1.0})
     assert rates.floor_us(doubled(flops=10**10, math=torch.float16)) == 10_000.0
+    rates.flops["tf32"] = 2e6
+    assert rates.floor_us(doubled(flops=10**10, math="tf32")) == 5_000.0
+    assert list(rates.as_json()["tflops"]) == ["float16", "float32", "tf32"]
+
+
+def test_products_in_tf32_have_a_floor_of_their_own():
+    (case,) = [case for case in bench.all_cases(["matmul"]) if "tf32" in case.size]
+    assert case.math == "tf32"
 
 
 def test_inputs_are_cold_unless_that_takes_long():
@@ -191,7 +200,7 @@ def test_a_whole_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "time_in_turns", timer)
     monkeypatch.setattr(bench.Rates, "measured", classmethod(lambda cls: RATES))
     monkeypatch.setattr(bench, "all_cases", lambda names, quick: [doubled(), failing, late])
-    clock = iter([0.0, 1.0, 2.0, 99.0])
+    clock = itertools.count(0, 10)  # asked once at the start, then three times a case
     monkeypatch.setattr(bench.time, "monotonic", lambda: next(clock))
     out, ablation = tmp_path / "general.json", tmp_path / "ablation.json"
     bench.main(["--out", str(out), "--ablation", str(ablation), "--time-limit", "50"])

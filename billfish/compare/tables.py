@@ -1,0 +1,191 @@
+"""The tables of the documentation that show recorded results, made from benchmarks/.
+
+    python -m billfish.compare.tables docs
+
+writes them anew between the lines `<!-- table NAME -->` and `<!-- end of table -->` of every page
+of a folder; so after a record has changed, no figure has to be copied by hand. The names are those
+of TABLES.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from billfish.compare import build, records
+from billfish.compare.catalogue import DOMAINS, ROWS
+from billfish.compare.figures import shown, sized
+from billfish.errors import RecordError
+
+Json = dict[str, Any]
+NOT_YET = "not measured yet"
+PLACE = re.compile(r"(<!-- table ([\w ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+EVEN, NEAR = 0.95, 90
+"""Times the best peer's speed, and percent of the floor, from which a case is counted."""
+
+
+def families(document: Json) -> str:
+    """What the three families measure, row by row of the table that describes them."""
+    found = document["families"].values()
+    lines = [_line(["", *(family["title"] for family in found)]), _line(["---"] * (len(found) + 1))]
+    for title, key in (*ROWS[:3], ("Performance", "performance"), ROWS[3]):
+        cells = ["<br>".join(map(_claim, family["claims"][key])) for family in found]
+        lines.append(_line([title.lower(), *cells]))
+    return "\n".join([*lines, "", _counted_and_recorded(document)])
+
+
+def _claim(claim: Json) -> str:
+    values, unit = claim["values"], claim["unit"]
+    if not values:
+        return f"{claim['label']}: {NOT_YET}"
+    said = [sized(value) if unit == "bytes" else shown(value, unit) for value in values]
+    return f"{claim['label']}: **{' to '.join(said)}{'' if unit == 'bytes' else unit}**"
+
+
+def _counted_and_recorded(document: Json) -> str:
+    devices = sorted({f"{r['device']}, {r['date']}" for r in document["records"].values()})
+    return (
+        f"Recorded on {'; '.join(devices)}; requests and memory are counted by running the engine "
+        "without a model. Two figures are the least and the most of all cases."
+    )
+
+
+def techniques(document: Json) -> str:
+    """The least and the most that each technique of a general kernel is worth."""
+    lines = [
+        _line(["technique", "cases", "time without it / time with it"]),
+        _line(["---", "--:", "--:"]),
+    ]
+    found = [t for t in document["families"]["general"]["techniques"] if t["cases"]]
+    for technique in found:
+        ratios = [case["ratio"] for case in technique["cases"]]
+        ends = dict.fromkeys(shown(f(ratios), "x") for f in (min, max))
+        lines.append(_line([technique["name"], str(len(ratios)), f"{' to '.join(ends)}x"]))
+    if not found:
+        return f"{NOT_YET.capitalize()}."
+    return "\n".join([*lines, "", _source(document, "ablation_general")])
+
+
+def general(document: Json, domain: str) -> str:
+    """Every case of the general kernels of a domain, beside its floor and its best peer."""
+    lines = [
+        _line(["case", "µs", "of the floor", "best peer", "its µs", "its time / ours"]),
+        _line(["---", "--:", "--:", "---", "--:", "--:"]),
+    ]
+    found = [line for line in document["charts"]["general"] if line["domain"] == domain]
+    for line in found:
+        peer = ["–", "", ""]
+        if line["peer"]:
+            peer = [line["peer"], shown(line["peer_us"]), f"{shown(line['ratio'], 'x')}x"]
+        case = f"`{line['kernel']}` {line['size']} {line['dtype']}"
+        lines.append(_line([case, shown(line["us"]), f"{shown(line['percent'], '%')}%", *peer]))
+    wrong = [case for case in document["charts"]["wrong"] if case["domain"] == domain]
+    for case in wrong:
+        name = f"`{case['kernel']}` {case['size']} {case['dtype']}"
+        lines.append(_line([name, "wrong result, not timed", "", "", "", ""]))
+    if not found and not wrong:
+        return f"{NOT_YET.capitalize()}."
+    return "\n".join([*lines, "", _summary(found), "", _source(document, "general")])
+
+
+def _summary(lines: Sequence[Json]) -> str:
+    ratios = [line["ratio"] for line in lines if line["ratio"]]
+    even = sum(ratio >= EVEN for ratio in ratios)
+    near = sum(line["percent"] >= NEAR for line in lines)
+    return (
+        f"{even} of {len(ratios)} are at {EVEN} of their best peer's speed or faster, {near} of "
+        f"{len(lines)} at {NEAR}% of their floor or nearer."
+    )
+
+
+def tutorial(document: Json) -> str:
+    """The steps of docs/write-a-kernel.md: bytes asked for, time, percent of the floor."""
+    from billfish.bench.tutorial import STEPS, step_bytes
+
+    lines = [_line(["step", "bytes", "µs", "of the floor"]), _line(["---", "--:", "--:", "--:"])]
+    found = {line["step"]: line for line in document["charts"]["tutorial"]}
+    for step in STEPS:
+        line = found.get(step)
+        times = [shown(line["us"]), f"{shown(line['percent'], '%')}%"] if line else [NOT_YET] * 2
+        lines.append(_line([step, sized(step_bytes(step)), *times]))
+    return "\n".join([*lines, "", _source(document, "tutorial")])
+
+
+def cache(document: Json) -> str:
+    """Output tokens a second of a whole model: with blocks, and with room set aside."""
+    found = document["charts"]["cache"]
+    lines = [
+        _line(["KV memory", "output tokens/s", "blocks over it"]),
+        _line(["---", "--:", "--:"]),
+    ]
+    if found is None:
+        return "\n".join([*lines, _line(["blocks", NOT_YET, ""])])
+    lines.append(_line(["blocks", shown(found["paged_tok_s"]), ""]))
+    for whole in found["contiguous"]:
+        room = f"room for {shown(whole['reserve_tokens'])} tokens a request"
+        lines.append(_line([room, shown(whole["tok_s"]), f"{shown(whole['ratio'], 'x')}x"]))
+    return "\n".join([*lines, "", _source(document, "engine_cache")])
+
+
+def _line(cells: Iterable[str]) -> str:
+    # A bar would end a cell, and stars in a formula would be read as emphasis.
+    escaped = (
+        cell.replace("|", "\\|").replace(" * ", " \\* ").strip() if cell.strip("-:") else cell
+        for cell in cells
+    )
+    return f"| {' | '.join(escaped)} |"
+
+
+def _source(document: Json, name: str) -> str:
+    """Where figures come from: the file, device, date, commit and versions."""
+    record = document["records"].get(name)
+    if record is None:
+        return f"From `benchmarks/{name}.json`, which is not recorded yet."
+    versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items())
+    commit = (record["commit"] or "unknown")[:12]
+    return (
+        f"From `benchmarks/{name}.json`: {record['device']}, {record['date']}, commit {commit}; "
+        f"{versions}."
+    )
+
+
+TABLES: Mapping[str, Callable[[Json], str]] = {
+    "families": families,
+    "techniques": techniques,
+    **{f"general {domain}": partial(general, domain=domain) for domain in DOMAINS},
+    "tutorial": tutorial,
+    "cache": cache,
+}
+
+
+def filled(page: str, document: Json) -> str:
+    """A page with its tables made anew. Raises RecordError for a table of another name."""
+
+    def table(match: re.Match[str]) -> str:
+        if match[2] not in TABLES:
+            raise RecordError(match[2], f"no such table; there are {', '.join(TABLES)}")
+        return f"{match[1]}\n{TABLES[match[2]](document)}\n\n{match[3]}"
+
+    return PLACE.sub(table, page)
+
+
+def recorded_document() -> Json:
+    """The comparison of what benchmarks/ has, with all families."""
+    found = records.recorded()
+    return build.comparison(found, ("marlin", "paged_attention", "general"), gpu=None)
+
+
+def main(folder: str) -> None:
+    document = recorded_document()
+    for path in sorted(Path(folder).glob("*.md")):
+        before = path.read_text(encoding="utf-8")
+        after = filled(before, document)
+        if after != before:
+            path.write_text(after, encoding="utf-8")
+            print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

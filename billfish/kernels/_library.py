@@ -7,6 +7,7 @@ cost on the host, so plain tensors in inference go to the implementation directl
 """
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -39,16 +40,16 @@ def register(
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, _exact(cpu), "CPU")
     cuda = _imported(gpu, name) if gpu else _no_gpu_kernel(name)
-    _LIBRARY.impl(name, cuda, "CUDA")
+    _LIBRARY.impl(name, lambda *arguments: cuda()(*arguments), "CUDA")
     _torch_library.register_fake(f"billfish::{name}", fake, lib=_LIBRARY)
     op: Callable[..., Any] = getattr(torch.ops.billfish, name).default
 
     def call(first: torch.Tensor, *arguments: Any) -> Any:
         if _is_plain(first):
-            if first.is_cpu:
-                return cpu(first, *arguments)
             if first.is_cuda:
-                return cuda(first, *arguments)
+                return cuda()(first, *arguments)
+            if first.is_cpu and not torch.is_autocast_enabled("cpu"):
+                return cpu(first, *arguments)
         return op(first, *arguments)
 
     return call
@@ -56,7 +57,7 @@ def register(
 
 def is_plain_cpu(tensor: torch.Tensor) -> bool:
     """Whether nobody but a CPU implementation has to see a call with this tensor."""
-    return tensor.is_cpu and _is_plain(tensor)
+    return tensor.is_cpu and _is_plain(tensor) and not torch.is_autocast_enabled("cpu")
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -71,7 +72,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         or torch._C._len_torch_dispatch_stack()
         or type(tensor) is not torch.Tensor
         or torch._C._is_tracing()
-        or torch.is_autocast_enabled("cpu")
     )
 
 
@@ -87,19 +87,19 @@ def _exact(cpu: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _imported(module: str, name: str) -> Callable[..., Any]:
-    found: list[Callable[..., Any]] = []
+def _imported(module: str, name: str) -> Callable[[], Callable[..., Any]]:
+    """What imports an implementation the first time and returns it."""
 
-    def run(*arguments: Any) -> Any:
-        if not found:
-            found.append(getattr(import_module(module), name))
-        return found[0](*arguments)
+    @cache
+    def load() -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(import_module(module), name)
+        return found
 
-    return run
+    return load
 
 
-def _no_gpu_kernel(name: str) -> Callable[..., NoReturn]:
-    def refuse(*args: object) -> NoReturn:
+def _no_gpu_kernel(name: str) -> Callable[[], NoReturn]:
+    def refuse() -> NoReturn:
         raise KernelArgumentError(f"billfish::{name} has no GPU kernel in this installation")
 
     return refuse

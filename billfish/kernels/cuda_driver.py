@@ -1,9 +1,9 @@
 """Kernel launches and tensor maps through the CUDA driver itself.
 
 Triton's launcher binds, specializes and checks every argument, and encodes every tensor map, at
-every launch: tens of microseconds for a kernel that takes ten. A `PreparedLaunch` keeps the
-arguments of a compiled kernel as the bytes that the driver reads; a launch copies those that
-changed. See the CUDA driver API, "Execution Control" and "Tensor Map Object Management".
+every launch: tens of microseconds for a kernel that takes ten. A `PreparedLaunch` keeps its
+arguments as the bytes that the driver reads and writes only the addresses that change. See the CUDA
+driver API, "Execution Control" and "Tensor Map Object Management".
 """
 
 import ctypes
@@ -20,18 +20,15 @@ MAP_BYTES = 128
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)[^,\[)]*(?:\[(\d+)\])?\s*[,)]")
 _BYTES = {"b8": 1, "u8": 1, "s8": 1, "u16": 2, "s16": 2, "u32": 4, "s32": 4, "u64": 8, "s64": 8}
 _FORMAT = {4: "i", 8: "q", MAP_BYTES: f"{MAP_BYTES}s"}
-_ADDRESSES = [struct.Struct(f"<{count}Q") for count in range(9)]
-_BLOCKS, _STREAM = struct.Struct("<I"), struct.Struct("<Q")
+_CONFIG = struct.Struct("<7Ixxxx2QIxxxx")  # CUlaunchConfig: grid, block, shared memory, stream, ...
+_STREAM, _STREAM_AT = struct.Struct("<Q"), 32  # in a CUlaunchConfig
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 _L2_PROMOTION_128B = 2  # CUtensorMapL2promotion
 _INVALID_CONTEXT = 201  # CUresult
 
-Chunk = tuple[int, int, bytes]
-"""Consecutive arguments as the driver reads them: where they begin and end, and the bytes."""
-
 
 class CannotPrepare(Exception):
-    """A kernel that needs what `PreparedLaunch` does not do: launch it with Triton."""
+    """A kernel that needs what a `PreparedLaunch` does not do: launch it with Triton."""
 
 
 @cache
@@ -41,7 +38,6 @@ def _driver() -> ctypes.CDLL:
     except OSError as error:
         raise CannotPrepare(str(error)) from None
     address = ctypes.c_void_p
-    library.cuLaunchKernelEx.argtypes = [address, address, address, address]
     library.cuCtxGetCurrent.argtypes = library.cuCtxSetCurrent.argtypes = [address]
     library.cuGetErrorString.argtypes = [ctypes.c_int, address]
     library.cuTensorMapEncodeTiled.argtypes = [
@@ -88,8 +84,8 @@ def tensor_map(
     return ctypes.string_at(at, MAP_BYTES)
 
 
-class PreparedLaunch:
-    """Launches of one compiled kernel with arguments that are ready.
+class DirectKernel:
+    """A compiled kernel as the driver takes it; `PreparedLaunch` launches it.
 
     kernel: Triton's, launched before by this thread, so that it is loaded and its context current.
     fields: sizes in bytes of its parameters, but for the two scratch addresses that Triton appends.
@@ -110,58 +106,61 @@ class PreparedLaunch:
             or meta.profile_scratch_size
         ):
             raise CannotPrepare("the launch needs more than a grid and arguments")
-        self._fields = fields
-        self._starts = [0]
-        for size in fields:  # in a packed form of our own: the driver is given every address
-            self._starts.append(self._starts[-1] + size)
-        # Tensor maps are copied out of here, so they need no alignment.
-        self._memory = ctypes.create_string_buffer(self._starts[-1])
-        self._view = memoryview(self._memory).cast("B")
-        first = ctypes.addressof(self._memory)
-        addresses = [first + start for start in self._starts[:-1]]
-        self._pointers = (ctypes.c_void_p * len(addresses))(*addresses)
-        # CUlaunchAttribute: id, 64 bytes of value at 8. CUlaunchConfig: grid, block, shared memory,
-        # stream at 32, attributes at 40, their number at 48.
-        self._attribute = ctypes.create_string_buffer(
+        self.kernel = kernel  # keeps the module loaded
+        self.function = ctypes.c_void_p(kernel.function)
+        self.threads, self.shared = 32 * meta.num_warps, meta.shared
+        # In a packed form of our own: the driver is given the address of each.
+        self.arguments = struct.Struct("<" + "".join(_FORMAT[size] for size in fields))
+        self.starts = [sum(fields[:index]) for index in range(len(fields))]
+        # CUlaunchAttribute: id, 64 bytes of value at 8.
+        self.attribute = ctypes.create_string_buffer(
             struct.pack("<ixxxxi60x", _PROGRAMMATIC_STREAM_SERIALIZATION, 1), 72
         )
-        self._config = ctypes.create_string_buffer(
-            struct.pack(
-                "<7Ixxxx2QIxxxx", 1, 1, 1, 32 * meta.num_warps, 1, 1, meta.shared, 0,
-                ctypes.addressof(self._attribute), int(bool(meta.launch_pdl)),
-            ), 56,
-        )  # fmt: skip
-        self._call = (ctypes.addressof(self._config), kernel.function, self._pointers, None)
-        self._launch = _driver().cuLaunchKernelEx
-        self._context = ctypes.c_void_p()
-        result = _driver().cuCtxGetCurrent(ctypes.byref(self._context))
+        self.attribute_count = int(bool(meta.launch_pdl))
+        self.context = ctypes.c_void_p()
+        result = _driver().cuCtxGetCurrent(ctypes.byref(self.context))
         _check(result, "cannot tell the context of a kernel")
-        self._last = (1, 0)  # blocks and stream in the config
-        self._kernel = kernel  # keeps the module loaded
+
+
+class PreparedLaunch:
+    """A launch whose arguments are ready, but for some addresses and the stream.
+
+    blocks: thread blocks of the grid. arguments: as numbers and, for tensor maps, bytes. first: the
+    number of the first argument that is given at the launch, `count` addresses in all.
+    """
+
+    def __init__(
+        self, kernel: DirectKernel, blocks: int, arguments: Sequence[int | bytes], first: int,
+        count: int,
+    ) -> None:  # fmt: skip
+        self._kernel = kernel
+        # Tensor maps are copied out of here, so they need no alignment.
+        self._memory = ctypes.create_string_buffer(kernel.arguments.pack(*arguments, 0, 0))
+        base = ctypes.addressof(self._memory)
+        starts = kernel.starts
+        pointers = (ctypes.c_void_p * len(starts))(*[base + start for start in starts])
+        self._write, self._at = struct.Struct(f"<{count}Q").pack_into, starts[first]
+        self._config = ctypes.create_string_buffer(
+            _CONFIG.pack(
+                blocks, 1, 1, kernel.threads, 1, 1, kernel.shared, 0,
+                ctypes.addressof(kernel.attribute), kernel.attribute_count,
+            )
+        )  # fmt: skip
+        self._stream = 0
+        # Objects of ctypes, which it passes on as they are: with `argtypes` it would convert them.
+        self._call = (ctypes.byref(self._config), kernel.function, pointers, None)
+        self._launch = _driver().cuLaunchKernelEx
         self._lock = Lock()
 
-    def chunk(self, first: int, values: Sequence[int | bytes]) -> Chunk:
-        """Arguments `first` and following, ready to be launched with any number of times."""
-        sizes = self._fields[first : first + len(values)]
-        data = struct.pack("<" + "".join(_FORMAT[size] for size in sizes), *values)
-        return self._starts[first], self._starts[first] + len(data), data
-
-    def __call__(
-        self, blocks: int, stream: int, chunks: Sequence[Chunk], first: int, addresses: Any
-    ) -> None:
-        """Launch `blocks` thread blocks. addresses: the pointers from argument `first` on."""
+    def __call__(self, stream: int, *addresses: int) -> None:
         with self._lock:
-            view, config = self._view, self._config
-            for start, stop, data in chunks:
-                view[start:stop] = data
-            _ADDRESSES[len(addresses)].pack_into(self._memory, self._starts[first], *addresses)
-            if self._last != (blocks, stream):
-                _BLOCKS.pack_into(config, 0, blocks)
-                _STREAM.pack_into(config, 32, stream)
-                self._last = (blocks, stream)
+            self._write(self._memory, self._at, *addresses)
+            if stream != self._stream:
+                _STREAM.pack_into(self._config, _STREAM_AT, stream)
+                self._stream = stream
             result = self._launch(*self._call)
             if result == _INVALID_CONTEXT:  # a thread's first call, which no other has prepared
-                _check(_driver().cuCtxSetCurrent(self._context), "cannot use the GPU")
+                _check(_driver().cuCtxSetCurrent(self._kernel.context), "cannot use the GPU")
                 result = self._launch(*self._call)
         if result:
             _check(result, "cannot launch a kernel")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from billfish.kernels import cuda_driver
-from billfish.kernels.cuda_driver import CannotPrepare, PreparedLaunch
+from billfish.kernels.cuda_driver import CannotPrepare, DirectKernel, PreparedLaunch
 
 PTX = """
 .version 8.7
@@ -61,11 +61,14 @@ def launches(monkeypatch):
         fields = struct.unpack("<7Ixxxx2QIxxxx", ctypes.string_at(config, 56))
         attribute = ctypes.string_at(fields[8], 72)
         sizes = cuda_driver.parameter_bytes(PTX)
-        values = [ctypes.string_at(p, size) for p, size in zip(pointers, sizes, strict=True)]
+        each = (ctypes.c_void_p * len(sizes)).from_address(pointers)
+        values = [ctypes.string_at(p, size) for p, size in zip(each, sizes, strict=True)]
         seen.append((fields, attribute, function, values))
         return 0
 
-    monkeypatch.setattr(cuda_driver, "_driver", lambda: fake_driver(launch))
+    address = ctypes.c_void_p
+    called = ctypes.CFUNCTYPE(ctypes.c_int, address, address, address, address)(launch)
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: fake_driver(called))
     return seen
 
 
@@ -73,27 +76,31 @@ def test_parameters_are_read_from_the_entry():
     assert cuda_driver.parameter_bytes(PTX) == [*FIELDS, 8, 8]
 
 
+def make_launch(kernel, blocks=1):
+    """Argument 3 is given at the launch."""
+    return PreparedLaunch(kernel, blocks, [bytes(range(128)), -5, 1 << 40, 0, 9], 3, 1)
+
+
 def test_arguments_arrive_as_the_driver_reads_them(launches):
-    launch = PreparedLaunch(make_kernel(), FIELDS)
-    encoded = bytes(range(128))
-    chunks = [launch.chunk(0, [encoded, -5, 1 << 40]), launch.chunk(4, [9])]
-    launch(33, 0xABCDEF, chunks, 3, (0xFFFF_0000_0000_1234,))
-    launch(7, 1, chunks[1:], 3, (2,))  # what is not given stays
+    kernel = DirectKernel(make_kernel(), FIELDS)
+    first, second = make_launch(kernel, 33), make_launch(kernel, 7)
+    first(0xABCDEF, 0xFFFF_0000_0000_1234)
+    second(1, 2)
+    first(0xABCDEF, 3)  # what is not given stays
     for (config, attribute, function, values), blocks, stream, address in zip(
-        launches, (33, 7), (0xABCDEF, 1), (0xFFFF_0000_0000_1234, 2), strict=True
+        launches, (33, 7, 33), (0xABCDEF, 1, 0xABCDEF), (0xFFFF_0000_0000_1234, 2, 3), strict=True
     ):
         assert config[:8] == (blocks, 1, 1, 384, 1, 1, 1000, stream)
         assert config[9] == 1
         assert struct.unpack("<ixxxxi", attribute[:12]) == (6, 1)
         assert function == 77
-        assert values[0] == encoded
+        assert values[0] == bytes(range(128))
         assert struct.unpack("<iqQi", b"".join(values[1:5])) == (-5, 1 << 40, address, 9)
         assert values[5] == values[6] == bytes(8)
 
 
 def test_without_early_launch_there_is_no_attribute(launches):
-    launch = PreparedLaunch(make_kernel(launch_pdl=False), FIELDS)
-    launch(1, 0, [], 3, (0,))
+    make_launch(DirectKernel(make_kernel(launch_pdl=False), FIELDS))(0, 0)
     assert launches[0][0][9] == 0
 
 
@@ -102,9 +109,9 @@ def test_without_early_launch_there_is_no_attribute(launches):
 )
 def test_what_it_cannot_do_is_refused(launches, changes):
     with pytest.raises(CannotPrepare):
-        PreparedLaunch(make_kernel(**changes), FIELDS)
+        DirectKernel(make_kernel(**changes), FIELDS)
     with pytest.raises(CannotPrepare):
-        PreparedLaunch(make_kernel(), FIELDS[:-1])
+        DirectKernel(make_kernel(), FIELDS[:-1])
 
 
 def test_a_failed_launch_says_why(monkeypatch):
@@ -113,8 +120,9 @@ def test_a_failed_launch_says_why(monkeypatch):
 
     driver = fake_driver(lambda *_: 700, cuGetErrorString=describe)
     monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
+    launch = make_launch(DirectKernel(make_kernel(), FIELDS))
     with pytest.raises(RuntimeError, match=r"700: out of luck"):
-        PreparedLaunch(make_kernel(), FIELDS)(1, 0, [], 3, (0,))
+        launch(0, 0)
 
 
 def test_a_thread_without_a_context_is_given_that_of_the_kernel(monkeypatch):
@@ -131,7 +139,7 @@ def test_a_thread_without_a_context_is_given_that_of_the_kernel(monkeypatch):
 
     driver = fake_driver(launch, cuCtxSetCurrent=use)
     monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
-    launch = PreparedLaunch(make_kernel(), FIELDS)
+    launch = make_launch(DirectKernel(make_kernel(), FIELDS))
     for _ in range(2):
-        launch(1, 0, [], 3, (0,))
+        launch(0, 0)
     assert events == ["launch", CONTEXT, "launch", "launch"]

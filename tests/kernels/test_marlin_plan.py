@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from billfish.bench import gemm
 from billfish.bench.tune import candidates
 from billfish.errors import KernelArgumentError
 from billfish.kernels.cuda_driver import CannotPrepare
-from billfish.kernels.marlin import hopper_launch, hopper_plan, tuning
+from billfish.kernels.marlin import gpu, hopper_launch, hopper_plan, tuning
 from billfish.kernels.marlin.configs import Gpu, HopperConfig, Product, hopper_config, triton_config
 from billfish.kernels.marlin.packing import unit_words
 
@@ -126,92 +127,151 @@ def test_workspace_is_sized_by_the_division():
     assert plan.partial_size == plan.counter_count == 0
 
 
-def test_one_kernel_serves_whole_and_divided_tiles(monkeypatch):
-    """It is compiled for the dtypes of its arguments, which must not depend on the division."""
-    seen = []
-
-    def refuse(kernel, fields):
-        raise CannotPrepare
-
-    class Kernel:
-        __name__ = "a kernel"
-
-        def __getitem__(self, grid):
-            return lambda *arguments, **constants: seen.append((arguments, constants))
-
-    monkeypatch.setattr(hopper_launch, "w4a16_hopper", Kernel())
-    monkeypatch.setattr(hopper_launch, "gpu_of", lambda device: GPU)
-    monkeypatch.setattr(hopper_launch, "PreparedLaunch", refuse)
-    for steps in (1, 64):
-        x = torch.zeros(1, 128 * steps, dtype=torch.float16)
-        units = torch.zeros(64, steps, 1056, dtype=torch.int32)
-        hopper_launch.launch(x, units, Product(4096))
-    whole, divided = seen
-    assert whole[1] == divided[1]
-    dtypes = [[a.dtype for a in arguments[3:8]] for arguments, _ in seen]
-    assert dtypes[0] == dtypes[1] == [torch.float16] * 3 + [torch.float32, torch.int32]
-    assert divided[0][6].numel() > whole[0][6].numel()
-
-
-def test_later_launches_are_prepared_unless_a_profiler_watches(monkeypatch):
-    import triton
-
+@pytest.fixture
+def launches(monkeypatch):
+    """What Triton and the driver were given, on a CPU: (by_triton, prepared)."""
     by_triton, prepared = [], []
 
     class Kernel:
         __name__ = "a kernel"
 
         def __getitem__(self, grid):
-            return lambda *arguments, **constants: by_triton.append(arguments)
+            return lambda *arguments, **constants: by_triton.append((arguments, constants))
 
     class Prepared:
-        def __init__(self, kernel, fields):
-            self.fields = fields
+        def __init__(self, kernel, blocks, arguments, first, count):
+            self.known = blocks, arguments, first, count
 
-        def chunk(self, first, values):
-            return first, values
+        def __call__(self, stream, *addresses):
+            assert len(addresses) == self.known[3]
+            prepared.append((self.known, stream, addresses))
 
-        def __call__(self, blocks, stream, chunks, first, addresses):
-            prepared.append((blocks, stream, chunks, first, addresses))
-
-    monkeypatch.setattr(hopper_launch, "w4a16_hopper", Kernel())
-    monkeypatch.setattr(hopper_launch, "gpu_of", lambda device: Gpu("of this test", 4))
-    monkeypatch.setattr(hopper_launch, "PreparedLaunch", Prepared)
-    monkeypatch.setattr(hopper_launch, "tensor_map", lambda kernel, index, *rest: f"map {index}")
+    for name, stand_in in {
+        "w4a16_hopper": Kernel(),
+        "gpu_of": lambda device: GPU,
+        "DirectKernel": lambda kernel, fields: SimpleNamespace(kernel=kernel),
+        "PreparedLaunch": Prepared,
+        "tensor_map": lambda kernel, index, *rest: f"map {index}",
+        "_empty": torch._C._dynamo.guards._empty_strided_cpu,
+        "_kernels": {},
+    }.items():
+        monkeypatch.setattr(hopper_launch, name, stand_in)
+    monkeypatch.setattr(gpu, "_hopper_kernel", lambda device: hopper_launch)
+    monkeypatch.setattr(gpu, "_launches", {})
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 42, raising=False)
+    return by_triton, prepared
+
+
+def product_of(x, units, outputs, **epilogue):
+    """The implementation of the operation for a GPU."""
+    named = {"bias": None, "residual": None, "silu_mul": False, "batch_invariant": False}
+    rest = {"group_size": 128, "g_idx": None, "perm": None, **named, **epilogue}
+    return gpu.w4a16_matmul(x, outputs, [units], "units-symmetric", **rest)
+
+
+def test_one_kernel_serves_whole_and_divided_tiles(launches):
+    """It is compiled for the dtypes of its arguments, which must not depend on the division."""
+    for steps in (1, 64):
+        x = torch.zeros(1, 128 * steps, dtype=torch.float16)
+        units = torch.zeros(64, steps, 1056, dtype=torch.int32)
+        hopper_launch._kernels.clear()
+        hopper_launch.launch(x, units, Product(4096))
+    whole, divided = launches[0]
+    assert whole[1] == divided[1]
+    dtypes = [[a.dtype for a in arguments[3:8]] for arguments, _ in launches[0]]
+    assert dtypes[0] == dtypes[1] == [torch.float16] * 3 + [torch.float32, torch.int32]
+    assert divided[0][6].numel() > whole[0][6].numel()
+
+
+def test_a_kernel_that_cannot_be_prepared_is_launched_by_triton(launches, monkeypatch):
+    def refuse(kernel, fields):
+        raise CannotPrepare
+
+    monkeypatch.setattr(hopper_launch, "DirectKernel", refuse)
+    x, units = torch.zeros(3, 384).half(), torch.zeros(5, 3, 1056, dtype=torch.int32)
+    for _ in range(3):
+        product_of(x, units, 320)
+    assert len(launches[0]) == 3
+    assert not launches[1]
+
+
+def test_later_launches_are_prepared_unless_a_profiler_watches(launches):
+    import triton
+
+    by_triton, prepared = launches
     units = torch.zeros(5, 3, 1056, dtype=torch.int32)
     x, residual = torch.zeros(3, 384, dtype=torch.float16), torch.zeros(3, 320).half()
-    product = Product(320, residual=residual)
     for _ in range(3):
-        y = hopper_launch.launch(x, units, product)
+        y = product_of(x, units, 320, residual=residual)
     assert len(by_triton) == 1
     assert len(prepared) == 2
-    (blocks, stream, chunks, first, addresses) = prepared[1]
-    (start, before), (end, numbers) = chunks
-    assert (stream, start, first, end) == (42, 0, len(before), len(before) + len(addresses))
-    assert [v for v in before if isinstance(v, str)] == ["map 0", "map 1", "map 2"]
-    assert len(before) + len(addresses) + len(numbers) == len(hopper_launch.FIELDS)
-    assert addresses[0] == addresses[1] == y.data_ptr()
-    assert addresses[2] == residual.data_ptr()
-    assert numbers[:3] == (3, 320, 3)
-    assert blocks <= 8
-    monkeypatch.setattr(hopper_launch, "_KEPT", 2)
-    monkeypatch.setattr(hopper_launch, "_ready", kept := {})
-    others = [torch.zeros(3, 384, dtype=torch.float16) for _ in range(3)]
-    for other in (*others, others[0]):
-        hopper_launch.launch(other, units, product)
-        assert any(other.data_ptr() in key for key in kept)
-    assert len(kept) <= 2
-    assert len(prepared) == 6
+    (blocks, arguments, first, count), stream, addresses = prepared[1]
+    assert (stream, first, count) == (42, arguments.index(0), 5)
+    assert arguments[first : first + count] == [0] * count
+    assert [v for v in arguments if isinstance(v, str)] == ["map 0", "map 1", "map 2"]
+    assert len(arguments) == len(hopper_launch.FIELDS)
+    assert addresses[:3] == (y.data_ptr(), y.data_ptr(), residual.data_ptr())
+    assert arguments[first + count :][:3] == [3, 320, 3]
+    assert blocks <= 2 * GPU.processors
     triton.knobs.runtime.launch_enter_hook.add(print)
     try:
-        hopper_launch.launch(x, units, product)
+        product_of(x, units, 320, residual=residual)
     finally:
         triton.knobs.runtime.launch_enter_hook.remove(print)
     assert len(by_triton) == 2
-    # The same memory seen as other rows is described anew.
-    hopper_launch.launch(torch.zeros(6, 384).half()[::2], units, product)
-    assert prepared[-1][2] is not chunks
+    assert len(prepared) == 2
+
+
+def test_what_is_ready_is_that_of_the_same_call(launches):
+    """Another place, shape, stride, dtype, weight or epilogue is prepared anew."""
+    units = torch.zeros(5, 6, 1056, dtype=torch.int32)
+    other_units, memory = units.clone(), torch.zeros(12, 768, dtype=torch.float16)
+    other_dtype = memory.view(torch.bfloat16)
+    residual = torch.zeros(3, 320).half()
+    calls = [
+        (memory[:3], units, {}),
+        (memory[3:6], units, {}),
+        (memory[:6:2], units, {}),
+        (memory[:1], units, {}),
+        (memory[:4].view(2, 2, 768), units, {}),
+        (memory[:4].view(2, 1, 2, 768), units, {}),
+        (other_dtype[:3], units, {}),
+        (memory[:3], other_units, {}),
+        (memory[:3], units, {"batch_invariant": True}),
+        (memory[:3], units, {"residual": residual}),
+        (memory[:3], units, {"bias": residual[0]}),
+    ]
+    for _ in range(3):
+        for x, weight, epilogue in calls:
+            y = product_of(x, weight, 320, **epilogue)
+            assert y.shape == (*x.shape[:-1], 320)
+            assert y.dtype == x.dtype
+            assert y.is_contiguous()
+    assert len(gpu._launches) == len(calls)
+    known = [id(known) for known, _, _ in launches[1]]
+    assert known[-len(calls) :] == known[-2 * len(calls) : -len(calls)]
+    assert len(set(known[-len(calls) :])) == len(calls)
+
+
+def test_copies_of_activations_are_not_kept(launches):
+    """They live elsewhere the next time."""
+    units = torch.zeros(5, 3, 1056, dtype=torch.int32)
+    wide = torch.zeros(8, 512, dtype=torch.float16)
+    for x in (wide[:, 1:385], wide[:, :384].t().contiguous().t()):
+        product_of(x, units, 320)
+    product_of(wide[:, :384], units, 320, perm=torch.arange(384))
+    assert not gpu._launches
+
+
+def test_few_launches_are_kept(launches, monkeypatch):
+    monkeypatch.setattr(gpu, "_KEPT", 2)
+    units = torch.zeros(5, 3, 1056, dtype=torch.int32)
+    others = [torch.zeros(3, 384, dtype=torch.float16) for _ in range(3)]
+    for x in (*others, others[0]):
+        product_of(x, units, 320)
+        assert any(x.data_ptr() in key for key in gpu._launches)
+        assert len(gpu._launches) <= 2
 
 
 @pytest.mark.parametrize("shape", SHAPES)

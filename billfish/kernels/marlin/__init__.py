@@ -56,9 +56,10 @@ def w4a16_matmul(
     if x.dtype != weight.dtype:
         raise bad_argument("x", x.dtype, f"the weight's activation dtype, {weight.dtype}")
     check_no_grad("x", x)
-    if x.dim() == 0 or x.shape[-1] != weight.k:
-        raise bad_argument("x", tuple(x.shape), f"[..., {weight.k}]")
-    if x.device != weight.device:
+    shape, tensors = x.shape, weight.tensors
+    if not shape or shape[-1] != weight.k:
+        raise bad_argument("x", tuple(shape), f"[..., {weight.k}]")
+    if x.device != tensors[0].device:
         raise bad_argument("x", x.device, f"the weight's device, {weight.device}")
     if bias is not None:
         check_no_grad("bias", bias)
@@ -67,7 +68,7 @@ def w4a16_matmul(
         check_no_grad("residual", residual)
         _check_added("residual", residual, (*x.shape[:-1], weight.outputs), x)
     return _w4a16_matmul(
-        x, weight.outputs, weight.tensors, weight.layout, weight.group_size, weight.g_idx,
+        x, weight.outputs, tensors, weight.layout, weight.group_size, weight.g_idx,
         weight.perm, bias, residual, weight.silu_mul, batch_invariant,
     )  # fmt: skip
 

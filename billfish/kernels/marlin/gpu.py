@@ -154,32 +154,54 @@ def w4a16_matmul(
     batch_invariant: bool,
 ) -> Tensor:
     """The operation on a CUDA device. Everything about the weight is in `weight[0]`, the units."""
-    flat = x.dim() == 2  # views cost a microsecond each
-    rows = x if flat else x.reshape(-1, x.shape[-1])
+    index, units = x.get_device(), weight[0]
+    if index != torch._C._cuda_getDevice():
+        with torch.cuda.device(index):
+            return w4a16_matmul(
+                x, outputs, weight, layout, group_size, g_idx, perm, bias, residual, silu_mul,
+                batch_invariant,
+            )  # fmt: skip
+    bias = None if bias is None else bias.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    key = (
+        x.data_ptr(), x.shape, x.stride(), x.dtype, index, units.data_ptr(), outputs, layout,
+        group_size, silu_mul, batch_invariant, bias is None, residual is None,
+    )  # fmt: skip
+    ready = _launches.get(key)
+    if ready is not None:
+        return ready(x, units, bias, residual)
+    rows = x.reshape(-1, x.shape[-1])
     if perm is not None:
         if layout.startswith("sliced"):
             rows = torch.nn.functional.pad(rows, (0, 1))
         rows = rows.index_select(1, perm)
     if rows.shape[0] > MAX_ROWS:
         raise bad_argument("x", tuple(x.shape), f"at most {MAX_ROWS} rows")
+    shape = (*x.shape[:-1], outputs)
     if rows.shape[0] == 0:
-        return x.new_empty((*x.shape[:-1], outputs))
-    bias = None if bias is None else bias.contiguous()
-    residual = None if residual is None else residual.contiguous()
+        return x.new_empty(shape)
     product = Product(outputs, layout.partition("-")[2], bias, residual, silu_mul)
-    if x.device.index == torch._C._cuda_getDevice():
-        y = multiply(rows, weight[0], product, batch_invariant)
-    else:
-        with torch.cuda.device(x.device):
-            y = multiply(rows, weight[0], product, batch_invariant)
-    return y if flat else y.view(*x.shape[:-1], outputs)
-
-
-def multiply(x: Tensor, units: Tensor, product: Product, batch_invariant: bool = False) -> Tensor:
-    """Y [M, outputs] of X [M, K] on the current device, by the kernel for it."""
     hopper = _hopper_kernel(x.device)
-    if hopper is not None:
-        return hopper(aligned_rows(x), units, product, batch_invariant=batch_invariant)
+    if hopper is None:
+        return _by_portable_kernel(rows, units, product, batch_invariant).view(shape)
+    rows = aligned_rows(rows)
+    p = hopper.plan_of(rows, units, product, None, batch_invariant)
+    launch = hopper.Launch(p, rows, units, shape)
+    if rows.data_ptr() == x.data_ptr():  # no copy, which lives elsewhere the next time
+        if len(_launches) >= _KEPT:
+            _launches.clear()
+        _launches[key] = launch
+    return launch(rows, units, bias, residual)
+
+
+_launches: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
+"""What is ready of earlier calls, by all that it depends on."""
+_KEPT = 1 << 14  # about 3 KB each: prompts of every length make one for each weight
+
+
+def _by_portable_kernel(
+    x: Tensor, units: Tensor, product: Product, batch_invariant: bool
+) -> Tensor:
     from billfish.kernels.marlin import triton_gemm
 
     tiling = triton_config(x.shape[0], units.shape, gpu_of(x.device), batch_invariant)
@@ -188,8 +210,8 @@ def multiply(x: Tensor, units: Tensor, product: Product, batch_invariant: bool =
 
 
 @cache
-def _hopper_kernel(device: torch.device) -> Callable[..., Tensor] | None:
-    """What launches the Gluon kernel, None where the device or the installed Triton has none.
+def _hopper_kernel(device: torch.device) -> Any:
+    """The module hopper_launch, None where the device or the installed Triton has no such kernel.
 
     Raises KernelArgumentError below compute capability 8.0.
     """
@@ -215,7 +237,7 @@ def _hopper_kernel(device: torch.device) -> Callable[..., Tensor] | None:
         return None
     from billfish.kernels.marlin import hopper_launch
 
-    return hopper_launch.launch
+    return hopper_launch
 
 
 def aligned_rows(x: Tensor) -> Tensor:

@@ -1,11 +1,14 @@
 """Launching the Hopper kernel.
 
 Triton's launcher binds and specializes arguments anew at every call, which takes longer than most
-of these products. So all that a call shares with earlier ones is kept: the plan of a shape, and the
-compiled kernel, which is launched directly.
+of these products. So all that a call shares with earlier ones on the same memory is kept, in a
+`Launch`: the plan, the compiled kernel, which is launched directly, and its encoded arguments.
 """
 
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from billfish.kernels.cuda_driver import MAP_BYTES, CannotPrepare, Chunk, PreparedLaunch
+from billfish.kernels.cuda_driver import MAP_BYTES, CannotPrepare, DirectKernel, PreparedLaunch
 from billfish.kernels.gluon_compat import launch_is_watched, tensor_map, tma_cache_hints
 from billfish.kernels.marlin.configs import HopperConfig, Product
 from billfish.kernels.marlin.hopper_gemm import w4a16_hopper
@@ -44,55 +47,100 @@ def descriptors(plan: Plan, x: Tensor, units: Tensor) -> tuple[TensorDescriptor,
 
 FIELDS = (*(MAP_BYTES, 4, 4, 4, 4, 8, 8, 8, 8) * 2, MAP_BYTES, 4, 4, 8, 8, *(8,) * 5, *(4,) * 8)
 """Sizes of the kernel's parameters: three tensor maps, each with its shape and strides, addresses
-(the first is number _ADDRESSES) and numbers."""
-_ADDRESSES, _NUMBERS = 23, 28
+(the first is number _FIRST_ADDRESS) and numbers."""
+_FIRST_ADDRESS, _ADDRESS_COUNT = 23, 5
+
+# Without the keywords and the dispatcher of torch.empty, of which plain memory needs neither.
+_empty: Callable[..., Tensor] = getattr(
+    torch._C._dynamo.guards, "_empty_strided_cuda", torch.empty_strided
+)
+
+_kernels: dict[tuple[Any, ...], DirectKernel | None] = {}
+"""By `Plan.kernel_key` and device, once compiled; None where Triton has to launch the kernel."""
 
 
-class _Launcher:
-    """What the launches of a plan share: the kernel, and arguments that are ready for the driver.
+class Launch:
+    """A product of certain memory, ready to be launched: each call computes Y [..., outputs] anew.
 
-    The arguments are kept by the addresses of weights and activations. A tensor map holds an
-    address, a shape and strides, so one that fits stays valid whatever tensor lives there.
+    A tensor map holds an address, a shape and strides, so one that fits stays valid whatever tensor
+    lives there: no tensor is kept, and those of a call may be others at the same places.
+
+    x [M, K], units: as `descriptors` wants them. shape: that of Y.
     """
 
-    def __init__(self, p: Plan, kernel: Any, prepared: PreparedLaunch) -> None:
+    def __init__(self, p: Plan, x: Tensor, units: Tensor, shape: Sequence[int]) -> None:
         self._plan = p
-        self._kernel = kernel
-        self._prepared = prepared
-        self._blocks = p.division.blocks
+        self._device, self._dtype, self._shape = x.device, x.dtype, tuple(shape)
+        self._strides = tuple(accumulate(self._shape[:0:-1], mul, initial=1))[::-1]
+        self._workspace = p.partial_size, p.counter_count
+        self._prepared = self._prepare(x, units)
 
-    def __call__(self, x: Tensor, units: Tensor, addresses: tuple[int, ...], stream: int) -> None:
-        key = (self, units.data_ptr(), x.data_ptr(), x.shape[1], x.stride(0))
-        ready = _ready.get(key)
-        if ready is None:
-            if len(_ready) >= _KEPT:
-                _ready.clear()
-            ready = _ready[key] = self._prepare(x, units)
-        self._prepared(self._blocks, stream, ready, _ADDRESSES, addresses)
+    def __call__(
+        self, x: Tensor, units: Tensor, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        """Y, on the current stream; the current device is that of x."""
+        y = _empty(self._shape, self._strides, self._dtype)
+        bias = None if bias is None else _aligned(bias)
+        residual = None if residual is None else _aligned(residual)
+        prepared = self._prepared
+        if prepared is None or launch_is_watched():
+            self._launch_by_triton(x, units, y, bias, residual)
+            return y
+        at = y.data_ptr()
+        sums, counters = at, at  # where they are not touched
+        if self._workspace[0]:
+            memory = workspace(self._device, *self._workspace)
+            sums, counters = memory.addresses
+        prepared(
+            torch._C._cuda_getCurrentRawStream(self._device.index), at,
+            at if bias is None else bias.data_ptr(),
+            at if residual is None else residual.data_ptr(), sums, counters,
+        )  # fmt: skip
+        return y
 
-    def _prepare(self, x: Tensor, units: Tensor) -> tuple[Chunk, Chunk]:
-        """The arguments before the addresses, and those after them."""
-        (codes, _), (meta, _) = self._plan.weight_shapes
-        address, strides = units.data_ptr(), self._plan.weight_strides
+    def _launch_by_triton(
+        self, x: Tensor, units: Tensor, y: Tensor, bias: Tensor | None, residual: Tensor | None
+    ) -> None:
+        """Also compiles the kernel, so that the next launch needs no Triton."""
+        p = self._plan
+        x = x.view(-1, x.shape[-1])
+        # Where no tile is divided they are not touched, but of one dtype: the kernel is the same.
+        sums, counters = _no_sums(self._device), units
+        if self._workspace[0]:
+            memory = workspace(self._device, *self._workspace)
+            sums, counters = memory.sums, memory.counters
+        bias, residual = y if bias is None else bias, y if residual is None else residual
+        arguments = (*descriptors(p, x, units), y, bias, residual, sums, counters, *p.numbers)
+        with tma_cache_hints(w4a16_hopper.__name__, p.cache_hints):
+            kernel = w4a16_hopper[(p.division.blocks,)](*arguments, **p.constants, **p.options)
+        key = p.kernel_key, self._device.index
+        if key not in _kernels:
+            try:
+                _kernels[key] = DirectKernel(kernel, FIELDS)
+            except CannotPrepare:
+                _kernels[key] = None
+        if self._prepared is None:
+            self._prepared = self._prepare(x, units)
+
+    def _prepare(self, x: Tensor, units: Tensor) -> PreparedLaunch | None:
+        """The arguments as the driver takes them, once Triton has compiled the kernel."""
+        p = self._plan
+        direct = _kernels.get((p.kernel_key, self._device.index))
+        if direct is None:
+            return None
+        (codes, _), (meta, _) = p.weight_shapes
+        address, strides = units.data_ptr(), p.weight_strides
         maps = [
             (address, codes, strides),
             (address + 4 * CODE_WORDS, meta, strides),
             (x.data_ptr(), list(x.shape), [x.stride(0), 1]),
         ]
-        before: list[int | bytes] = []
+        arguments: list[int | bytes] = []
         for index, (start, shape, steps) in enumerate(maps):
-            before += [tensor_map(self._kernel, index, start, shape, steps), *shape, *steps]
-        chunk = self._prepared.chunk
-        return chunk(0, before), chunk(_NUMBERS, self._plan.numbers)
-
-
-_ready: dict[Any, tuple[Chunk, Chunk]] = {}
-"""By launcher, addresses and strides. Of all launchers together, because prompts of every length
-make one each."""
-_KEPT = 1 << 15  # about 1 KB each
-
-_prepared: dict[tuple[Any, ...], PreparedLaunch | None] = {}
-"""By kernel and device; None where Triton has to launch the kernel."""
+            encoded = tensor_map(direct.kernel, index, start, shape, steps)
+            arguments += [encoded, *shape, *steps]
+        arguments += [*[0] * _ADDRESS_COUNT, *p.numbers]
+        return PreparedLaunch(direct, p.division.blocks, arguments, _FIRST_ADDRESS, _ADDRESS_COUNT)
 
 
 def launch(
@@ -107,30 +155,20 @@ def launch(
 
     config: instead of that which is chosen for the shape.
     """
-    device = x.device
+    p = plan_of(x, units, product, config, batch_invariant)
+    ready = Launch(p, x, units, (p.m, p.outputs))
+    return ready(x, units, product.bias, product.residual)
+
+
+def plan_of(
+    x: Tensor, units: Tensor, product: Product, config: HopperConfig | None, batch_invariant: bool
+) -> Plan:
+    """The plan of a product of these tensors."""
     outputs, zero_point, bias, residual, silu_mul = product
-    epilogue = (bias is not None, residual is not None, silu_mul)
-    p = plan(
-        x.shape[0], units.shape, x.dtype, gpu_of(device), outputs, zero_point, epilogue,
-        batch_invariant, config,
+    return plan(
+        x.shape[0], units.shape, x.dtype, gpu_of(x.device), outputs, zero_point,
+        (bias is not None, residual is not None, silu_mul), batch_invariant, config,
     )  # fmt: skip
-    y = torch.empty((p.m, outputs), dtype=x.dtype, device=device)
-    # Never touched where no tile is divided, but of one dtype: the kernel is the same.
-    partial, counters = _no_sums(device), units
-    if p.partial_size:
-        partial, counters = workspace(device, p.partial_size, p.counter_count)
-    bias = y if bias is None else _aligned(bias)
-    residual = y if residual is None else _aligned(residual)
-    launcher = p.launchers.get(device.index)
-    if launcher is None or launch_is_watched():
-        _launch_by_triton(p, x, units, (y, bias, residual, partial, counters))
-    else:
-        addresses = (
-            y.data_ptr(), bias.data_ptr(), residual.data_ptr(), partial.data_ptr(),
-            counters.data_ptr(),
-        )  # fmt: skip
-        launcher(x, units, addresses, torch._C._cuda_getCurrentRawStream(device.index))
-    return y
 
 
 @cache
@@ -141,18 +179,3 @@ def _no_sums(device: torch.device) -> Tensor:
 def _aligned(added: Tensor) -> Tensor:
     """A bias or a residual where a kernel may read 16 bytes at once."""
     return added if added.data_ptr() % 16 == 0 else added.clone()
-
-
-def _launch_by_triton(p: Plan, x: Tensor, units: Tensor, memory: tuple[Tensor, ...]) -> None:
-    arguments = (*descriptors(p, x, units), *memory, *p.numbers)
-    with tma_cache_hints(w4a16_hopper.__name__, p.cache_hints):
-        kernel = w4a16_hopper[(p.division.blocks,)](*arguments, **p.constants, **p.options)
-    index = x.device.index
-    key = (p.kernel_key, index)
-    if key not in _prepared:
-        try:
-            _prepared[key] = PreparedLaunch(kernel, FIELDS)
-        except CannotPrepare:
-            _prepared[key] = None
-    prepared = _prepared[key]
-    p.launchers[index] = None if prepared is None else _Launcher(p, kernel, prepared)

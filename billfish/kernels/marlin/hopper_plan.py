@@ -160,11 +160,6 @@ class Plan:
         return self.outputs, *self.constants.values(), self.dtype, self.config.blocks_per_sm
 
     @cached_property
-    def launchers(self) -> dict[Any, Any]:
-        """What launches the kernel on each device: hopper_launch keeps it here."""
-        return {}
-
-    @cached_property
     def weight_shapes(self) -> tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]]:
         """Shapes of the codes and of the scales and zeros, each with the block one stage takes."""
         blocks, steps, _ = self.units

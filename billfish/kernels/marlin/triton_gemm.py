@@ -242,7 +242,8 @@ def launch(
     if config.split > 1:
         tiles = programs[0] * programs[1]
         size = tiles * config.split * config.rows * config.tile_m
-        partial, counters = workspace(x.device, size, tiles)
+        memory = workspace(x.device, size, tiles)
+        partial, counters = memory.sums, memory.counters
     positional, keywords = arguments(x, units, y, partial, counters, product, config, interpret)
     w4a16_triton[programs](*positional, **keywords)
     return y

@@ -1,5 +1,6 @@
 """Memory that GEMM kernels share: sums of parts of tiles, and counters of who has left his."""
 
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -18,8 +19,22 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu(properties.name, properties.multi_processor_count)
 
 
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """float32 sums, and int32 counters that are zero between kernels; the addresses of both."""
+
+    sums: Tensor
+    counters: Tensor
+    sizes: tuple[int, int] = field(init=False)
+    addresses: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", (self.sums.numel(), self.counters.numel()))
+        object.__setattr__(self, "addresses", (self.sums.data_ptr(), self.counters.data_ptr()))
+
+
 class _Pool:
-    """The workspaces of one device: float32 sums, and counters that are zero between kernels.
+    """The workspaces of one device.
 
     Calls on one stream run one after another and share a workspace, which is as large as the
     largest of them needed and is kept. A captured call may be replayed on any stream, beside any
@@ -27,46 +42,44 @@ class _Pool:
     """
 
     def __init__(self) -> None:
-        self._by_stream: dict[int, tuple[Tensor, Tensor]] = {}
+        self._by_stream: dict[int, Workspace] = {}
         self._slabs: list[Tensor] = []  # kept for ever: graphs point into them
         self._taken = 0
 
-    def for_stream(
-        self, device: torch.device, stream: int, sums: int, counters: int
-    ) -> tuple[Tensor, Tensor]:
+    def for_stream(self, device: torch.device, stream: int, sums: int, counters: int) -> Workspace:
         kept = self._by_stream.get(stream)
-        if kept is not None and kept[0].numel() >= sums and kept[1].numel() >= counters:
+        if kept is not None and kept.sizes[0] >= sums and kept.sizes[1] >= counters:
             return kept
         if not self._slabs or self._taken * 2 > _CAPTURED_COUNTERS:
             # Memory cannot be cleared under capture without a kernel in the graph, so do it now.
             self._slabs.append(torch.zeros(_CAPTURED_COUNTERS, dtype=torch.int32, device=device))
             self._taken = 0
         if kept is not None:
-            sums, counters = max(sums, kept[0].numel()), max(counters, kept[1].numel())
-        kept = (
+            sums, counters = max(sums, kept.sizes[0]), max(counters, kept.sizes[1])
+        kept = Workspace(
             torch.empty(sums, dtype=torch.float32, device=device),
             torch.zeros(max(counters, _STREAM_COUNTERS), dtype=torch.int32, device=device),
         )
         self._by_stream[stream] = kept
         return kept
 
-    def for_capture(self, device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
+    def for_capture(self, device: torch.device, sums: int, counters: int) -> Workspace:
         own = torch.empty(sums, dtype=torch.float32, device=device)
         if not self._slabs or self._taken + counters > _CAPTURED_COUNTERS:
-            return own, torch.zeros(counters, dtype=torch.int32, device=device)
+            return Workspace(own, torch.zeros(counters, dtype=torch.int32, device=device))
         slab = self._slabs[-1][self._taken : self._taken + counters]
         self._taken += -(-counters // 64) * 64  # so that every slice is aligned
-        return own, slab
+        return Workspace(own, slab)
 
 
 _pools: dict[torch.device, _Pool] = {}
 
 
-def workspace(device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
+def workspace(device: torch.device, sums: int, counters: int) -> Workspace:
     """At least `sums` float32, and `counters` int32 zeros, for one call on the current stream."""
     if device.type != "cuda":
         own = torch.empty(sums, dtype=torch.float32, device=device)
-        return own, torch.zeros(counters, dtype=torch.int32, device=device)
+        return Workspace(own, torch.zeros(counters, dtype=torch.int32, device=device))
     pool = _pools.get(device) or _pools.setdefault(device, _Pool())
     if torch._C._cuda_isCurrentStreamCapturing():
         return pool.for_capture(device, sums, counters)

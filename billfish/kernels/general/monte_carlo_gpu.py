@@ -14,6 +14,17 @@ PROGRAMS = 4096
 
 
 @triton.jit
+def _flipped(value, turned):
+    """value times -1 where bit 1 of `turned` is set: by its sign bit, not by a choice of two.
+
+    For choices by two bits of a number ptxas moves the bits to predicates at once; that of CUDA
+    12.8 was seen to use one of another number's.
+    """
+    sign = (turned & 2) << 30
+    return (value.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _pair(first, second):
     """Two normal numbers of two random words; see `monte_carlo._normals`."""
     u = first.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
@@ -28,11 +39,11 @@ def _pair(first, second):
     sine = (((2.7557319223985893e-06 * square - 0.0001984126984126984) * square
              + 0.008333333333333333) * square - 0.16666666666666666) * square + 1.0  # fmt: skip
     sine = sine * rest
-    turned = quarter.to(tl.int32) & 3
+    turned = quarter.to(tl.int32)
     swap = (turned & 1) == 1
     x = radius * tl.where(swap, sine, cosine)
     y = radius * tl.where(swap, cosine, sine)
-    return tl.where(((turned + 1) & 2) > 0, -x, x), tl.where(turned >= 2, -y, y)
+    return _flipped(x, turned + 1), _flipped(y, turned)
 
 
 @triton.jit

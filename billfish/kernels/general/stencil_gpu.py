@@ -99,8 +99,10 @@ def _heat_kernel(
         inside = (row >= 0) & (column >= 0)
     source = x + row * x_y + column * x_x
 
-    nothing = tl.zeros([ROWS, COLUMNS], DTYPE)
-    below, here = (nothing,) * STEPS, (nothing,) * STEPS  # planes z - 1 and z, a level each
+    # Planes z - 1 and z, a level each. Two calls: of variables that begin as one value, and pass it
+    # on to each other, Triton would not see that the loop changes them.
+    below = (tl.zeros([ROWS, COLUMNS], DTYPE),) * STEPS
+    here = (tl.zeros([ROWS, COLUMNS], DTYPE),) * STEPS
     ahead = _plane(source, begin - STEPS, n_z, x_z, inside, fill, DTYPE, PERIODIC)
     for z in range(begin - STEPS, end + STEPS):
         above = ahead
@@ -156,13 +158,9 @@ def _march(
     tiles = across * triton.cdiv(n_y, rows - 2 * steps)
     # Chunks along z begin with planes of their neighbours' too: they should not be short.
     depth = max(16 * steps, triton.cdiv(n_z, triton.cdiv(PROGRAMS, tiles)))
-    # With 64 registers a thread two programs fit a multiprocessor. Two steps need more of them, and
-    # so do borders that no heat passes, and reads that are not of 128 bits.
-    few = steps == 1 and coalesced and boundary != "neumann" and x.dtype != torch.float64
-    options = {"maxnreg": 64} if few else {}
     with _on(x):
         _heat_kernel[(tiles, triton.cdiv(n_z, depth))](
             x, out, n_z, n_y, n_x, *x.stride(), *out.stride(), across, depth, *rates, value,
             BOUNDARY=boundary, DTYPE=TYPES[accumulator(x.dtype, "sum")], STEPS=steps, ROWS=rows,
-            COLUMNS=columns, num_warps=max(1, rows * columns // 256), **options,
+            COLUMNS=columns, num_warps=max(1, rows * columns // 256),
         )  # fmt: skip

@@ -32,7 +32,7 @@ def cases() -> list[Case]:
         gelu_tanh_mul_gradient(8192, 14336, half),
         rotary_embedding(8192, 32, 8, 128, half),
         cross_entropy(4096, 128256, half),
-        linear_cross_entropy(4096, 4096, 128256, 1024, half),
+        linear_cross_entropy(8192, 4096, 128256, None, half),
         sample(256, 128256, half),
         sample(16, 128256, half),
         adamw_step(1 << 27, torch.float32),
@@ -387,7 +387,7 @@ def cross_entropy(rows: int, classes: int, dtype: torch.dtype) -> Case:
 
 
 def linear_cross_entropy(
-    rows: int, size: int, classes: int, chunk: int, dtype: torch.dtype
+    rows: int, size: int, classes: int, chunk: int | None, dtype: torch.dtype
 ) -> Case:
     """Three products of matrices: the logits, and the gradients of x and of the weight."""
 

@@ -151,6 +151,7 @@ def test_matmul_on_hopper(monkeypatch, dtype, turned, options):
         ((16, 4096, 4096), torch.float16, "ieee", 90),
         ((4096, 512, 4096), torch.float16, "ieee", 90),
         ((4096, 4096, 4096), torch.float32, "tf32", 90),
+        ((4096, 1024, 4096), torch.float32, "tf32", 90),
         ((4096, 4096, 4096), torch.float32, "tf32x3", 80),
         ((4096, 4096, 4096), torch.float32, "ieee", 80),
     ],
@@ -159,6 +160,7 @@ def test_matmul(monkeypatch, size, dtype, precision, capability):
     code = product(monkeypatch, *size, dtype, capability, precision=precision)
     assert code.spill_bytes == 0
     cores = dtype != torch.float32 or precision != "ieee"
+    assert not code.serialized
     assert (code.count("HMMA") + code.count("HGMMA") > 0) == cores
     assert code.count("STG.E.128") > 0
 

@@ -116,7 +116,7 @@ def test_cross_entropy_of_none():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("chunk", [1, 4, 100, None])
 def test_linear_cross_entropy(dtype, chunk):
     x, weight = draw(11, 16, dtype=dtype), draw(40, 16, dtype=dtype, seed=1)
     target = torch.arange(11)

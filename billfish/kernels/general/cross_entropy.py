@@ -10,6 +10,8 @@ in bfloat16 are 2 GB, and their gradient as much again. The loss is a sum over t
 `linear_cross_entropy` takes some rows at a time: their logits, their loss, then the gradient of the
 logits in their place, and from it at once the gradients of x and weight. Memory is a chunk's,
 whatever the number of tokens (the idea of Liger-Kernel: Hsu et al., 2024, arXiv:2410.10989).
+Every chunk but the first reads and writes the weight's gradient, in float32, once more. So chunks
+are as large as still costs little memory: D rows, whose logits take what the weight takes.
 
 The techniques' switches: `cross_entropy_gpu.cross_entropy(..., online=False)` reads a row twice,
 for its maximum first; `chunk` as large as x has rows.
@@ -29,6 +31,9 @@ from billfish.kernels._library import (
     register,
 )
 from billfish.kernels.general._arguments import check_same_device
+
+SHORTEST_CHUNK = 1024
+"""Rows of a chunk, at least, where the caller names none: fewer do not fill a GPU."""
 
 _GPU = "billfish.kernels.general.cross_entropy_gpu"
 
@@ -112,7 +117,7 @@ def in_chunks(
     chunk: int,
     gradients: bool,
     step: Callable[[Tensor, Tensor], Tensor],
-    add_product: Callable[[Tensor, Tensor, Tensor], object],
+    add_product: Callable[[Tensor, Tensor, Tensor, bool], object],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(mean loss, gradients of the loss's sum by x and by weight, the latter in float32, one over
     the number of rows that count).
@@ -121,18 +126,20 @@ def in_chunks(
     small for float16, and what has vanished no scaling of the loss brings back.
 
     step: (logits, target) to the loss of each row, the logits' gradient left in the logits.
-    add_product: (sum, a, b) adds a @ b in float32.
+    add_product: (sum, a, b, first) adds a @ b in float32, or sets sum to it where it is the first.
     """
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     dx = torch.empty(x.shape if gradients else 0, dtype=x.dtype, device=x.device)
-    dw = torch.zeros(weight.shape if gradients else 0, dtype=torch.float32, device=x.device)
+    dw = torch.empty(weight.shape if gradients else 0, dtype=torch.float32, device=x.device)
+    if not x.shape[0]:
+        dw.zero_()
     for first in range(0, x.shape[0], chunk):
         rows = x[first : first + chunk]
         logits = rows @ weight.t()
         loss += step(logits, target[first : first + chunk]).sum()
         if gradients:
             torch.mm(logits, weight, out=dx[first : first + chunk])
-            add_product(dw, logits.t(), rows)
+            add_product(dw, logits.t(), rows, first == 0)
     counted = (target != ignore_index).sum().float()
     return loss / counted, dx, dw, 1.0 / counted.clamp(min=1)
 
@@ -154,8 +161,8 @@ def _scale(target: Tensor, ignore_index: int) -> Tensor:
 def _linear_cpu(
     x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, chunk: int, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-        total.addmm_(a.float(), b.float())
+    def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+        total.addmm_(a.float(), b.float(), beta=0 if first else 1)
 
     step = _step_cpu(ignore_index)
     return in_chunks(x, weight, target, ignore_index, chunk, gradients, step, add_product)
@@ -238,14 +245,15 @@ def cross_entropy(
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = -100, chunk: int = 1024
+    x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = -100, chunk: int | None = None
 ) -> Tensor:
     """cross_entropy(x @ weight.T, target), the mean, with the logits of `chunk` rows at a time.
 
     x: [N, D], weight: [V, D] of the same dtype, float32, bfloat16 or float16; target: int64 [N] as
-    for `cross_entropy`. Besides the gradients (one of the weight in float32 too), memory is for
-    chunk * V logits. Where a gradient is wanted it is computed in the forward pass, together with
-    the loss; differentiable once. Returns a float32 scalar.
+    for `cross_entropy`. chunk: None for D rows, and 1024 at least. Besides the gradients (one of
+    the weight in float32 too), memory is for chunk * V logits. Where a gradient is wanted it is
+    computed in the forward pass, together with the loss; differentiable once. Returns a float32
+    scalar.
 
     Deterministic as far as torch's matmul is.
 
@@ -259,6 +267,8 @@ def linear_cross_entropy(
         raise bad_argument("weight", tuple(weight.shape), f"[V, {x.shape[1]}]")
     check_like("weight", weight, "x", x)
     check_same_device("target", target, "x", x)
+    if chunk is None:
+        chunk = max(SHORTEST_CHUNK, x.shape[1])
     if not isinstance(chunk, int) or chunk < 1:
         raise bad_argument("chunk", chunk, "1 or more rows")
     _check_target(target, x.shape[0], weight.shape[0], ignore_index)

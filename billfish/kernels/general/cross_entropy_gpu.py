@@ -104,9 +104,12 @@ def linear_cross_entropy(
     return in_chunks(x, weight, target, ignore_index, chunk, gradients, step, _add_product)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in the product's own pass: float32 from half precision without rounding."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """total += a @ b, or = where it is the first, in the product's own pass: float32 from half
+    precision without rounding."""
     if a.dtype == total.dtype or not total.is_cuda:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=0 if first else 1)
+    elif first:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
     else:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

@@ -33,18 +33,25 @@ def _activated(value, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _store(
-    out, value, bias, residual, row, column, m, n, residual_m, residual_n, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr,
+    out, value, bias, more, row, column, m, n, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """What follows the product, in float32, then out. row: [rows, 1], column: [1, columns]."""
+    """What follows the product, in float32, then out. row: [rows, 1], column: [1, columns]; more:
+    what of the residual belongs to the value."""
     there = (row < m) & (column < n)
     if BIAS:
         value += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)
     value = _activated(value, ACTIVATION)
     if RESIDUAL:
-        more = residual + row * residual_m + column * residual_n
-        value += tl.load(more, mask=there, other=0.0).to(tl.float32)
+        value += more.to(tl.float32)
     tl.store(out + row * n + column, value.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _halves(value):
+    """The left and the right half of a tile's columns."""
+    pairs = tl.reshape(value, [value.shape[0], 2, value.shape[1] // 2])
+    return tl.split(pairs.trans(0, 2, 1))
 
 
 @triton.jit
@@ -74,9 +81,20 @@ def _matmul_kernel(
     part = tl.program_id(1)
     row = top.to(tl.int64) + tl.arange(0, BLOCK_M)[:, None]
     column = left.to(tl.int64) + tl.arange(0, BLOCK_N)[None, :]
+    # A wide tile is finished in parts: of what follows, registers hold a part or two at a time. Of
+    # half floats they have room for the first part all along, read while products are computed.
+    SIZE: tl.constexpr = residual.dtype.element_ty.primitive_bitwidth // 8
+    PARTS: tl.constexpr = 1 if BLOCK_N <= 128 else SIZE
+    WIDTH: tl.constexpr = BLOCK_N // PARTS
+    EARLY: tl.constexpr = RESIDUAL and SIZE == 2
+    at = left.to(tl.int64) + tl.arange(0, WIDTH)[None, :]
+    if EARLY:
+        more = _tile(residual, row, at, m, n, residual_m, residual_n)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     begin = part * k_part
     end = tl.minimum(begin + k_part, k)
+    # Without a way around the loop, sums are set to 0 where the assembler lets wgmma overlap.
+    tl.assume(begin < end)
     for start in range(begin, end, BLOCK_K):
         if TMA:
             x = a.load([start, top]).T if TURN_A else a.load([top, start])
@@ -87,18 +105,23 @@ def _matmul_kernel(
             y = _tile(b, i[:, None], column, end, n, b_k, b_n)
         total = tl.dot(x, y, total, input_precision=PRECISION)
     out += part.to(tl.int64) * m * n
-    # A wide tile in two halves: of the residual, too, registers hold half at a time.
-    HALVES: tl.constexpr = 2 if BLOCK_N > 128 else 1
     parts = (total,)
-    if HALVES == 2:
-        parts = tl.split(tl.reshape(total, [BLOCK_M, 2, BLOCK_N // 2]).trans(0, 2, 1))
-    for half in tl.static_range(HALVES):
-        column = left.to(tl.int64) + tl.arange(0, BLOCK_N // HALVES)[None, :]
-        column += half * (BLOCK_N // HALVES)
-        _store(
-            out, parts[half], bias, residual, row, column, m, n, residual_m, residual_n, BIAS,
-            ACTIVATION, RESIDUAL,
-        )  # fmt: skip
+    if PARTS == 2:
+        parts = _halves(total)
+    elif PARTS == 4:
+        lower, upper = _halves(total)
+        parts = _halves(lower) + _halves(upper)
+    if not RESIDUAL:
+        more = 0.0
+    elif not EARLY:
+        more = _tile(residual, row, at, m, n, residual_m, residual_n)
+    for each in tl.static_range(PARTS):
+        behind = more
+        if RESIDUAL and each + 1 < PARTS:
+            behind = _tile(residual, row, at + WIDTH, m, n, residual_m, residual_n)
+        _store(out, parts[each], bias, more, row, at, m, n, BIAS, ACTIVATION, RESIDUAL)
+        at += WIDTH
+        more = behind
 
 
 @triton.jit
@@ -114,10 +137,10 @@ def _epilogue_kernel(
     for part in range(count):
         at = parts + (row + tl.full((), part, tl.int64) * m) * n + column
         total += tl.load(at, mask=there, other=0.0).to(tl.float32)
-    _store(
-        out, total, bias, residual, row, column, m, n, residual_m, residual_n, BIAS, ACTIVATION,
-        RESIDUAL,
-    )  # fmt: skip
+    more = 0.0
+    if RESIDUAL:
+        more = _tile(residual, row, column, m, n, residual_m, residual_n)
+    _store(out, total, bias, more, row, column, m, n, BIAS, ACTIVATION, RESIDUAL)
 
 
 @dataclass(frozen=True)
@@ -145,9 +168,7 @@ def config(
         block_m, block_n, block_k = min(64, block_m), min(64, block_n), 16
     elif wide and precision == "tf32x3":  # what is left of a and b beyond TF32, too
         block_m, block_n = min(64, block_m), min(128 if hopper else 64, block_n)
-    elif (
-        not wide and hopper and block_m == 128 and triton.cdiv(m, 128) * triton.cdiv(n, 256) >= FULL
-    ):
+    elif hopper and block_m == 128 and triton.cdiv(m, 128) * triton.cdiv(n, 256) >= FULL:
         block_n, warps = 256, 8
     if block_m == block_n == 128:
         warps = 8
@@ -204,11 +225,11 @@ def matmul(
     nothing = {"BIAS": False, "ACTIVATION": "none", "RESIDUAL": False}
     bias = out if bias is None else bias.contiguous()
     residual = out if residual is None else residual
-    alone = fused and parts == 1
+    alone = fused and parts == 1 and k > 0
     into = out
     if not alone:
         kind = torch.float32 if parts > 1 else a.dtype
-        into = torch.empty(parts, m, n, dtype=kind, device=a.device)
+        into = (torch.empty if k else torch.zeros)(parts, m, n, dtype=kind, device=a.device)
     sides, turns = [a, b], [False, False]
     blocks = ((c.block_m, c.block_k), (c.block_k, c.block_n))
     found = [_describable(x) if tma and engine and k else None for x in (a, b)]
@@ -219,13 +240,14 @@ def matmul(
             turns[i] = turned
     tiles = triton.cdiv(m, c.block_m) * triton.cdiv(n, c.block_n)
     with _on(a):
-        _matmul_kernel[(tiles, parts)](
-            *sides, bias, residual, into, m, n, k, *a.stride(), *b.stride(), *residual.stride(),
-            step, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, GROUP=group,
-            TMA=bool(found[0] and found[1]), TURN_A=turns[0], TURN_B=turns[1],
-            PRECISION=precision, **(more if alone else nothing), num_warps=c.warps,
-            num_stages=stages or c.stages,
-        )  # fmt: skip
+        if k:
+            _matmul_kernel[(tiles, parts)](
+                *sides, bias, residual, into, m, n, k, *a.stride(), *b.stride(),
+                *residual.stride(), step, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k,
+                GROUP=group, TMA=bool(found[0] and found[1]), TURN_A=turns[0], TURN_B=turns[1],
+                PRECISION=precision, **(more if alone else nothing), num_warps=c.warps,
+                num_stages=stages or c.stages,
+            )  # fmt: skip
         if not alone:
             columns = min(1024, triton.next_power_of_2(n))
             _epilogue_kernel[(m, triton.cdiv(n, columns))](

@@ -34,42 +34,34 @@ PEER_VERSIONS = {"vllm": "0.23.0", "humming-kernels": "0.1.20"}
 """Of the wheels in the folder, which are not installed and so do not tell."""
 
 
-def makers(folder: str | None, rows: Sequence[int]) -> dict[str, Maker]:
-    """The peers of torch, and those whose files are in `folder`. rows: the M that will be timed."""
-    found: dict[str, Maker] = {"cublas": cublas, "tinygemm": tinygemm}
-    if folder is not None:
-        scratch = Path(tempfile.mkdtemp(prefix="billfish-peers-"))
-        if _load_vllm(Path(folder), scratch):
-            found |= {"marlin": marlin, "machete": machete}
-        if _add_humming(Path(folder), scratch):
-            found["humming"] = partial(humming, rows=rows, tunings={})
-    return found
-
-
-def _load_vllm(folder: Path, scratch: Path) -> bool:
-    for path in sorted(folder.rglob("_C.abi3.so*")):
-        if path.suffix == ".xz":
-            plain = scratch / path.stem
-            with lzma.open(path) as packed, plain.open("wb") as out:
-                shutil.copyfileobj(packed, out)
-            path = plain
-        torch.ops.load_library(str(path))
-        return True
-    return False
-
-
-def _add_humming(folder: Path, scratch: Path) -> bool:
-    for path in sorted(folder.rglob("humming_kernels*.whl")):
-        target = scratch / "humming"
+def unpacked(folder: Path) -> Path:
+    """A new folder with the libraries and packages of the files in `folder`."""
+    scratch = Path(tempfile.mkdtemp(prefix="billfish-peers-"))
+    for path in sorted(folder.rglob("_C.abi3.so*"))[:1]:
+        opened = lzma.open if path.suffix == ".xz" else open
+        with opened(path, "rb") as packed, (scratch / "_C.abi3.so").open("wb") as out:
+            shutil.copyfileobj(packed, out)
+    for path in sorted(folder.rglob("humming_kernels*.whl"))[:1]:
         with zipfile.ZipFile(path) as wheel:
-            wheel.extractall(target)
+            wheel.extractall(scratch / "humming")
             for item in wheel.infolist():  # extracting drops the right to execute
                 mode = item.external_attr >> 16 & 0o777
                 if mode:
-                    (target / item.filename).chmod(mode | 0o600)
-        sys.path.insert(0, str(target))
-        return True
-    return False
+                    (scratch / "humming" / item.filename).chmod(mode | 0o600)
+    return scratch
+
+
+def makers(folder: Path | None, rows: Sequence[int]) -> dict[str, Maker]:
+    """The peers of torch, and those in a folder that `unpacked` made. rows: the M to be timed."""
+    found: dict[str, Maker] = {"cublas": cublas, "tinygemm": tinygemm}
+    if folder is not None and (folder / "_C.abi3.so").exists():
+        torch.ops.load_library(str(folder / "_C.abi3.so"))
+        found |= {"marlin": marlin, "machete": machete}
+    if folder is not None and (folder / "humming").exists():
+        if str(folder / "humming") not in sys.path:
+            sys.path.insert(0, str(folder / "humming"))
+        found["humming"] = partial(humming, rows=rows, tunings={})
+    return found
 
 
 def _words_along_k(codes: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from billfish.bench import record
-from billfish.bench.gemm import SHAPES, compile_all, packed_copies, time_configs
+from billfish.bench.gemm_cases import SHAPES, packed_copies, time_configs
+from billfish.bench.gemm_compile import Form, compile_all
 from billfish.errors import ConfigError
 from billfish.kernels.marlin import tuning
 from billfish.kernels.marlin.configs import Gpu, HopperConfig, Product, hopper_config
@@ -131,7 +132,7 @@ def main(arguments: list[str]) -> None:
 
     gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
-    compile_all([(config, m) for m in rows for config in candidates(m)], options.jobs)
+    compile_all((Form(config, m) for m in rows for config in candidates(m)), options.jobs)
     found = [tune((n, k), rows, gpu, options.gain) for n, k in shapes]
     out = Path(options.out) if options.out else tuning.table_path(gpu.name)
     out.parent.mkdir(exist_ok=True)

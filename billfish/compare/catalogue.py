@@ -158,7 +158,7 @@ MARLIN_TECHNIQUES = (
         "The same over the four products of a Llama-3-8B layer in a row, each on the result of the "
         "one before.",
         "HopperConfig(pdl=False) for all of them",
-        ("billfish.bench.gemm:chain", f"{_GEMM}:_produce|if PDL:"),
+        ("billfish.bench.gemm_chain:chain", f"{_GEMM}:_produce|if PDL:"),
         (
             Rows(
                 "gemm_chain",

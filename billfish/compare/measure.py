@@ -92,7 +92,7 @@ def _reason(problem: Exception) -> str:
 
 def _rates() -> dict[str, Any]:
     """GB/s of reading and of copying, TFLOP/s of a large 16-bit product."""
-    from billfish.bench.gemm import read_rate
+    from billfish.bench.gemm_cases import read_rate
     from billfish.bench.turns import elapsed_us
 
     data = torch.ones(1 << 29, dtype=torch.float32, device="cuda")
@@ -131,9 +131,10 @@ def _marlin(quick: bool, done: Measured) -> Iterator[Step]:
 def _compile(cases: Sequence[tuple[tuple[int, int], int]]) -> list[Row]:
     """All configurations at once, in processes of their own: they take seconds each."""
     from billfish.bench import gemm
+    from billfish.bench.gemm_compile import Form, compile_all
 
-    found = ((c, m) for shape, m in cases for c in gemm.techniques_off(*shape, m).values())
-    gemm.compile_all(list(dict.fromkeys(found)), min(8, os.cpu_count() or 1))
+    found = (Form(c, m) for shape, m in cases for c in gemm.techniques_off(*shape, m).values())
+    compile_all(found, min(8, os.cpu_count() or 1))
     return []
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from billfish.bench.gemm import DEPTHS
+from billfish.bench.gemm_ablation import DEPTHS
 from billfish.kernels.cuda_driver import parameter_bytes
 from billfish.kernels.gluon_compat import gluon_supported, tma_cache_hints
 from billfish.kernels.marlin import configs, triton_gemm, tuning

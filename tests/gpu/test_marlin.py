@@ -165,7 +165,7 @@ def test_boundaries_of_the_heuristic(m, dtype):
 
 
 def forced_configs():
-    from billfish.bench.gemm import DEPTHS
+    from billfish.bench.gemm_ablation import DEPTHS
     from billfish.kernels.marlin.configs import HopperConfig
     from tests.compile.test_marlin_compile import shipped_configs
 

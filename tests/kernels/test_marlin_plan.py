@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from billfish.bench import gemm
+from billfish.bench import gemm, gemm_ablation, gemm_chain, gemm_compile
 from billfish.bench.tune import candidates
 from billfish.errors import KernelArgumentError
 from billfish.kernels.cuda_driver import CannotPrepare
@@ -349,7 +349,7 @@ def test_the_ablation_switches_one_thing_at_a_time(m, monkeypatch):
     """Queue depths are those that shared memory has room for; one stage carries no product."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr("billfish.kernels.marlin.workspace.gpu_of", lambda device: GPU)
-    settings = gemm.techniques_off(4096, 4096, m)
+    settings = gemm_ablation.techniques_off(4096, 4096, m)
     chosen = settings["all on"]
     assert chosen == hopper_config(m, (64, 32, unit_words(128, False)), GPU)
     for name, config in settings.items():
@@ -360,7 +360,54 @@ def test_the_ablation_switches_one_thing_at_a_time(m, monkeypatch):
             assert replace(config, stages=chosen.stages, carry=chosen.carry) == chosen
         elif name != "all on":
             assert (
-                replace(config, **{k: getattr(chosen, k) for k in gemm.TECHNIQUES[name]}) == chosen
+                replace(config, **{k: getattr(chosen, k) for k in gemm_ablation.TECHNIQUES[name]})
+                == chosen
             )
             assert config != chosen
     assert {"queue depth 1", "queue depth 2"} <= set(settings)
+
+
+@pytest.mark.parametrize("m", [1, 16])
+def test_what_a_chain_runs_is_compiled_before(m, monkeypatch):
+    monkeypatch.setattr(gemm_chain, "this_gpu", lambda: GPU)
+
+    def kernels(plans):
+        return {plan.kernel_key[1:] for plan in plans}  # but for the outputs, which are compiled in
+
+    run = [
+        hopper_plan.plan(
+            m, gemm_chain.units_of(n, k), torch.float16, GPU, n,
+            epilogue=(False, residual, silu_mul), config=gemm_chain.chain_config(m, n, k, pdl),
+        )
+        for index, (n, k) in enumerate(gemm_chain.LAYER)
+        for pdl in (True, False)
+        for residual, silu_mul in {(False, False), (index in (1, 3), n == gemm_chain.GATED)}
+    ]  # fmt: skip
+    assert kernels(run) == kernels(map(gemm_compile._plan, gemm_chain.chain_forms(m)))
+
+
+def test_errors_of_results_are_told_apart():
+    torch.manual_seed(0)
+    codes = torch.randint(0, 16, (5000, 64), dtype=torch.uint8)
+    scales, x = torch.rand(5000, 2), torch.randn(3, 64)
+    exact = x @ ((codes.float() - 8).view(5000, 2, 32) * scales[..., None]).view(5000, 64).t()
+    wrong = exact.clone()
+    wrong[:, -1] += 100
+    found = gemm.relative_errors({"right": exact, "wrong": wrong}, x, codes, scales, 32)
+    assert found["right"] < 1e-6
+    assert found["wrong"] == pytest.approx(100 * 3**0.5 / float(exact.norm()), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--formats", "--dtype", "bf16"],
+        ["--chain", "--shapes", "64x64"],
+        ["--ablation", "--peers", "x"],
+        ["--formats", "--chain"],
+    ],
+)
+def test_options_without_effect_are_refused(options, capsys):
+    with pytest.raises(SystemExit):
+        gemm.parsed(["--out", "x.json", *options])
+    assert "has no effect" in (said := capsys.readouterr().err) or "not allowed" in said

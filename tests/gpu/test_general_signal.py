@@ -33,22 +33,29 @@ def check_fft(kind, x, n, bound=1.0, **options):
     return got
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+SIZES = (*(2**i for i in range(15)), 3, 7, 25, 100, 243, 360, 625, 1000, 1440, 2401, 3125, 10_000)
+
+
 @pytest.mark.parametrize(
-    "n",
-    [*(2**i for i in range(15)), 3, 7, 25, 100, 243, 360, 625, 1000, 1440, 2401, 3125, 10_000],
+    ("n", "dtype"),
+    [(n, torch.complex64) for n in SIZES]
+    + [(n, torch.complex128) for n in (1, 8, 512, 8192, 2**14, 243, 360, 2401)],
 )
 def test_fft(n, dtype):
     for rows in (1, 3, 130):
         x = draw(rows, n, dtype=dtype)
         check_fft("fft", x, n)
-        check_fft("fft", x, n, fused=False)
+        if rows == 3:
+            check_fft("fft", x, n, fused=False)
 
 
 @pytest.mark.parametrize("kind", ["fft", "ifft", "rfft", "irfft"])
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-@pytest.mark.parametrize("n", [1, 2, 60, 127, 512, 999, 4096, 48_000])
-def test_kinds_of_fft(kind, dtype, n):
+@pytest.mark.parametrize(
+    ("n", "dtype"),
+    [(n, torch.complex64) for n in (1, 2, 60, 127, 512, 999, 4096, 48_000)]
+    + [(n, torch.complex128) for n in (60, 127, 4096)],
+)
+def test_kinds_of_fft(kind, n, dtype):
     x = draw(5, n // 2 + 1 if kind == "irfft" else n, dtype=dtype)
     x = x.real.contiguous() if kind == "rfft" else x
     check_fft(kind, x, n, 4.0)
@@ -81,6 +88,10 @@ def test_fft_of_a_few_rows():
 IMAGES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 MODES = ("constant", "reflect", "replicate", "circular")
 SHAPES = ((3, 33, 47), (1, 1080, 1920), (2, 257, 1025), (70, 32, 32))
+WINDOWS = ((3, 3), (1, 9), (11, 5), (31, 31))  # one for each shape: each window is compiled for
+# All modes in float32, each other type in one of them.
+KINDS = [*((mode, torch.float32) for mode in MODES),
+         *zip(MODES, (d for d in IMAGES if d != torch.float32), strict=True)]  # fmt: skip
 ROUNDING = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2.0**-8,
             torch.float16: 2.0**-11}  # fmt: skip
 
@@ -108,41 +119,35 @@ def convolved(x, weights, mode, value):
     return total
 
 
-@pytest.mark.parametrize("dtype", IMAGES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "dtype"), KINDS)
 def test_convolve2d(mode, dtype):
     value = 0.1 if mode == "constant" else 0.0
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for shape in SHAPES:
-        x = draw(*shape, dtype=dtype)
-        for window in ((3, 3), (1, 9), (11, 5), (31, 31)):
-            weights = draw(*window, dtype=wide, seed=1)
-            size = 8.0 * weights.abs().sum().item() * (32 if dtype == torch.uint8 else 1)
-            want = convolved(x, weights, mode, value)
-            for reuse in (True, False):
-                got = convolve2d_gpu.convolve2d(x, weights, mode, value, reuse=reuse)
-                close(got, want, size)
+    for shape, window in zip(SHAPES, WINDOWS, strict=True):
+        x, weights = draw(*shape, dtype=dtype), draw(*window, dtype=wide, seed=1)
+        size = 8.0 * weights.abs().sum().item() * (32 if dtype == torch.uint8 else 1)
+        want = convolved(x, weights, mode, value)
+        for reuse in (True, False):
+            got = convolve2d_gpu.convolve2d(x, weights, mode, value, reuse=reuse)
+            close(got, want, size)
 
 
-@pytest.mark.parametrize("dtype", IMAGES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "dtype"), KINDS)
 def test_separable_convolve2d(mode, dtype):
     value = 0.1 if mode == "constant" else 0.0
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for shape in SHAPES:
+    for shape, (down, across) in zip(SHAPES, WINDOWS, strict=True):
         x = draw(*shape, dtype=dtype)
-        for down, across in ((3, 3), (1, 9), (11, 5), (31, 31)):
-            column, row = draw(down, dtype=wide, seed=1), draw(across, dtype=wide, seed=2)
-            weights = column.double()[:, None] * row.double()
-            size = 8.0 * weights.abs().sum().item() * (32 if dtype == torch.uint8 else 1)
-            want = convolved(x, weights, mode, value)
-            for fused in (True, False):
-                got = convolve2d_gpu.separable_convolve2d(x, column, row, mode, value, fused=fused)
-                close(got, want, size)
+        column, row = draw(down, dtype=wide, seed=1), draw(across, dtype=wide, seed=2)
+        weights = column.double()[:, None] * row.double()
+        size = 8.0 * weights.abs().sum().item() * (32 if dtype == torch.uint8 else 1)
+        want = convolved(x, weights, mode, value)
+        for fused in (True, False):
+            got = convolve2d_gpu.separable_convolve2d(x, column, row, mode, value, fused=fused)
+            close(got, want, size)
 
 
-@pytest.mark.parametrize("dtype", IMAGES[1:])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "dtype"), [k for k in KINDS if k[1] != torch.float64])
 def test_sobel(mode, dtype):
     for shape in SHAPES:
         x = draw(*shape, dtype=dtype)
@@ -158,8 +163,7 @@ def test_sobel(mode, dtype):
             assert bool((turn.abs() * want <= 2e-6 * want + 1e-4).all())
 
 
-@pytest.mark.parametrize("dtype", IMAGES[1:])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "dtype"), [k for k in KINDS if k[1] != torch.float64])
 def test_bilateral(mode, dtype):
     sigma = 50.0 if dtype == torch.uint8 else 1.0
     for shape, radius in (((3, 33, 47), 15), ((1, 300, 517), 5), ((2, 64, 64), 0)):
@@ -183,9 +187,13 @@ def test_images_of_a_few_pixels():
         bilateral_gpu.bilateral(x, 3, 1.0, 1.0, mode)
 
 
-@pytest.mark.parametrize("dtype", IMAGES[:-1])
-@pytest.mark.parametrize(("rows", "n"), [(1, 1), (3, 1000), (2, 1_000_003), (5000, 64)])
-def test_fir(rows, n, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "rows", "n"),
+    [(torch.float32, 1, 1), (torch.float32, 3, 1000), (torch.float32, 2, 1_000_003),
+     (torch.float32, 5000, 64), (torch.float64, 3, 1000), (torch.bfloat16, 2, 1_000_003),
+     (torch.float16, 5000, 64)],
+)  # fmt: skip
+def test_fir(dtype, rows, n):
     for count in (1, 2, 5, 64, 500):
         x, state = draw(rows, n, dtype=dtype), draw(rows, count - 1, dtype=dtype, seed=1)
         taps = draw(count, dtype=torch.float64 if dtype == torch.float64 else torch.float32)

@@ -225,11 +225,12 @@ def test_a_plan_that_cannot_be_says_so_before_anything_is_loaded() -> None:
     with pytest.raises(Arrived):  # and so it does
         start(setting(cache=CacheConfig(gpu_memory=float(share[1]))), arrived)
     with pytest.raises(CapacityError, match=sizes) as error:
-        start(setting(cache=CacheConfig(num_blocks=10**8)), never)
+        start(setting(cache=CacheConfig(num_blocks=10**8, gpu_memory=0.5)), never)
     blocks = re.search(r"num_blocks of at most (\d+) would fit", str(error.value))
     assert blocks
+    fits = CacheConfig(num_blocks=int(blocks[1]), gpu_memory=0.5)
     with pytest.raises(Arrived):
-        start(setting(cache=CacheConfig(num_blocks=int(blocks[1]))), arrived)
+        start(setting(cache=fits), arrived)
     with pytest.raises(ConfigError, match="131072 tokens"):
         start(setting(scheduler=SchedulerConfig(max_model_len=10**6).on_gpu()), never)
     assert torch.cuda.memory_allocated() == before

@@ -39,6 +39,9 @@ DECODE = ((1, 512), (8, 512), (32, 512), (64, 512), (128, 512), (256, 512), (32,
 PREFILL = ((1, 8192), (16, 2048), (1, 512))
 """(batch, prompt tokens) of each measurement; 128 tokens are generated."""
 
+READY = "first token: "
+"""Begins the line that a process prints when it has one."""
+
 
 @dataclass
 class Served:
@@ -127,6 +130,7 @@ def throughput(served: Served, lengths: list[tuple[int, int]]) -> float:
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    began = time.perf_counter()
     measures = options.measure.split(",")
     rows: list[dict[str, Any]] = []
     # Before this process takes the memory.
@@ -147,9 +151,12 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
               f"spread {spread:.3f}", flush=True)  # fmt: skip
 
     prefill(served, 1, 64)
-    for kind, seconds in zip(("cold", "warm"), starts, strict=False):
+    if measures == ["none"]:
+        inside = time.perf_counter() - began
+        print(READY + json.dumps({**served.started.seconds, "all but imports": inside}), flush=True)
+    for kind, (seconds, phases) in zip(("cold", "warm"), starts, strict=False):
         row("start_s", 1, 64, 1, [seconds])
-        rows[-1]["compiled"] = kind
+        rows[-1] |= {"compiled": kind, "phases": phases}
     if "decode" in measures:
         for batch, prompt in DECODE:
             if batch <= options.max_num_seqs and str(batch) in options.batches.split(","):
@@ -188,21 +195,36 @@ def draw_lengths(count: int = 1000) -> list[tuple[int, int]]:
     ]  # fmt: skip
 
 
-def start_seconds(options: argparse.Namespace) -> list[float]:
-    """From the start of a process to its first token: with nothing compiled yet, then with all."""
+def start_seconds(options: argparse.Namespace) -> list[tuple[float, dict[str, float]]]:
+    """From the start of a process to its first token: with nothing compiled yet, then with all.
+
+    Each with the seconds of its phases, of which "imports" is all before this module runs.
+    """
     command = [sys.executable, "-m", "billfish.bench.engine", "--measure", "none"]
     for name in ("model", "weights", "dtype", "device", "max_num_seqs", "max_num_batched_tokens",
                  "max_model_len", "num_blocks", "head"):  # fmt: skip
         if (value := getattr(options, name)) is not None:
             command += [f"--{name.replace('_', '-')}", str(value)]
-    seconds = []
     with tempfile.TemporaryDirectory() as cache:
-        for _ in range(2):
-            begin = time.perf_counter()
-            environment = {**os.environ, "TRITON_CACHE_DIR": cache}
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
-            seconds.append(time.perf_counter() - begin)
-    return seconds
+        return [_start_once(command, {**os.environ, "TRITON_CACHE_DIR": cache}) for _ in range(2)]
+
+
+def _start_once(command: list[str], environment: dict[str, str]) -> tuple[float, dict[str, float]]:
+    begin = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith(READY):
+                break
+        seconds = time.perf_counter() - begin
+        child.stdout.read()
+    if child.returncode:
+        raise subprocess.CalledProcessError(child.returncode, command)
+    phases: dict[str, float] = json.loads(line.removeprefix(READY))
+    inside = phases.pop("all but imports")
+    first_token = inside - sum(phases.values())
+    rounded = {"imports": seconds - inside, **phases, "first token": first_token}
+    return seconds, {phase: round(value, 2) for phase, value in rounded.items()}
 
 
 def parser() -> argparse.ArgumentParser:

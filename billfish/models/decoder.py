@@ -5,7 +5,7 @@ Pre-norm decoder, grouped-query attention, rotary positions, gated MLP: Touvron 
 what `ModelConfig` says; their files say which differences each has, and where those are from.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -218,12 +218,17 @@ class CausalLM(nn.Module):
             self.embedding_scale = float(scale)
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
-    ) -> Tensor:
-        """Hidden states [T, hidden_size] of T tokens; token_ids, positions: int64 [T]."""
+        self, token_ids: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata,
+        only: Sequence[int] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Hidden states [T, hidden_size] of T tokens; token_ids, positions: int64 [T].
+
+        only: go through these layers alone, as one does to have their kernels launched.
+        """
         x, residual = self.embed(token_ids), None
-        for layer, layer_cache in zip(self.layers, kv_cache, strict=True):
-            x, residual = layer(x, residual, positions, layer_cache, metadata)
+        for index, (layer, cache) in enumerate(zip(self.layers, kv_cache, strict=True)):
+            if only is None or index in only:
+                x, residual = layer(x, residual, positions, cache, metadata)
         x, _ = self.norm(x, residual)
         return x
 

@@ -1,6 +1,6 @@
 """Runs the engine's plans on a device with memory of its own: queues a step, and goes on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -125,18 +125,32 @@ class DeviceRunner:
         self._tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         copies = step_inputs.Header.COPIES
         self._host_tokens = [pinned((max_num_seqs,), torch.int32, device) for _ in range(copies)]
-        self._decode_graphs = StepGraphs(self._decode, sizes, device)
-        self._mixed_graphs = StepGraphs(self._mixed, mixed_sizes, device)
+        self._decode_graphs = StepGraphs(self._decode, sizes)
+        self._mixed_graphs = StepGraphs(self._mixed, mixed_sizes)
+        # One for all captures: libraries keep memory for each stream that they have seen.
+        self._capture_stream = torch.cuda.Stream(device) if self._graphs else None
 
     def compile(self, max_num_batched_tokens: int) -> None:
-        """Compile what takes long, several kernels at a time."""
+        """Compile all that steps launch, several kernels at a time."""
         if self.device.type == "cuda":
-            seqs, budget = self.batch.max_num_seqs, max_num_batched_tokens
-            jobs = warm_up.attention(self.model, self.kv_cache, self._make_plans, seqs, budget)
-            jobs += warm_up.products(self.model, budget) + warm_up.norms(self.model, budget)
-            dtypes = (self.kv_cache.dtype, torch.float32)
-            jobs += [partial(self._sample_nothing, d, g) for d in dtypes for g in (False, True)]
-            warm_up.compile_all(jobs, self.device)
+            warm_up.compile_all(self._launches(max_num_batched_tokens), self.device)
+
+    def _launches(self, budget: int) -> list[Callable[[], object]]:
+        """Jobs that launch every kernel of steps of up to `budget` tokens, most work first."""
+        seqs = self.batch.max_num_seqs
+        sizes = [*ladder(seqs), *mixed_ladder(budget)]
+        jobs = warm_up.attention(self.model, self.kv_cache, self._make_plans, seqs, budget)
+        jobs += warm_up.products(self.model, sizes, budget)
+        dtypes = (self.kv_cache.dtype, torch.float32)
+        jobs += [partial(self._sample_nothing, d, g) for d in dtypes for g in (False, True)]
+        jobs += warm_up.norms(self.model, budget)
+        return [*jobs, self._make_no_inputs]
+
+    def _make_no_inputs(self) -> None:
+        """Make the inputs of a step of no requests."""
+        count, blocks = self.batch.max_num_seqs, self.batch.max_blocks
+        inputs = step_inputs.allocate(count, count, blocks, self.device)
+        self.batch.fill(self._one_each, inputs, longest=1)
 
     def _sample_nothing(self, dtype: torch.dtype, greedy: bool) -> None:
         """Launch the sampler on a row of the tables that nobody has."""
@@ -151,10 +165,11 @@ class DeviceRunner:
 
     def capture(self) -> None:
         """Capture the graphs, if there are to be any: compiles what they launch."""
-        if self._graphs:
-            pool = torch.cuda.graph_pool_handle()
-            self._mixed_graphs.capture(pool)
-            self._decode_graphs.capture(pool)
+        if self._capture_stream is not None:
+            shared = torch.cuda.graph_pool_handle(), self._capture_stream
+            layers = warm_up.kinds_of_layers(self.model)
+            self._mixed_graphs.capture(partial(self._mixed, layers=layers), *shared)
+            self._decode_graphs.capture(partial(self._decode, layers=layers), *shared)
 
     @torch.inference_mode()
     def measure_peak(self, num_tokens: int) -> int:
@@ -246,8 +261,11 @@ class DeviceRunner:
             pending.done.record()
         return pending
 
-    def _decode(self, count: int) -> Tensor:
-        """Logits [count, V] of the step in the header, padded to `count` rows of a token each."""
+    def _decode(self, count: int, layers: Sequence[int] | None = None) -> Tensor:
+        """Logits [count, V] of the step in the header, padded to `count` rows of a token each.
+
+        layers: through these alone, which means nothing but launches their kernels; None: all.
+        """
         inputs = step_inputs.StepInputs(
             self._inputs.token_ids[:count], self._inputs.positions[:count],
             self._inputs.slots[:count], self._inputs.block_table[:count],
@@ -258,12 +276,12 @@ class DeviceRunner:
         metadata = AttentionMetadata(
             inputs.block_table, seq_lens, query_start, inputs.slots, 1, TYPICAL_KV_TOKENS
         )
-        hidden = self._forward(inputs, metadata)
+        hidden = self._forward(inputs, metadata, layers)
         return self.model.logits(hidden)
 
-    def _mixed(self, count: int) -> Tensor:
+    def _mixed(self, count: int, layers: Sequence[int] | None = None) -> Tensor:
         """Hidden states [count, hidden_size] of the step in the header, of any kind: as many
-        requests as there may be, and tokens of no request behind theirs."""
+        requests as there may be, and tokens of no request behind theirs. layers: as above."""
         inputs = step_inputs.StepInputs(
             self._inputs.token_ids[:count], self._inputs.positions[:count],
             self._inputs.slots[:count], self._inputs.block_table,
@@ -275,14 +293,17 @@ class DeviceRunner:
             inputs.block_table, header.seq_lens, header.query_start, inputs.slots, count,
             TYPICAL_KV_TOKENS,
         )  # fmt: skip
-        return self._forward(inputs, metadata)
+        return self._forward(inputs, metadata, layers)
 
-    def _forward(self, inputs: step_inputs.StepInputs, metadata: AttentionMetadata) -> Tensor:
+    def _forward(
+        self, inputs: step_inputs.StepInputs, metadata: AttentionMetadata,
+        layers: Sequence[int] | None = None,
+    ) -> Tensor:  # fmt: skip
         if self.device.type == "cpu":
             metadata = _on_cpu(metadata, self.batch.block_size)
         for plan in self._plans:
             metadata = plan.update(metadata)
-        return self.model(inputs.token_ids, inputs.positions, self.kv_cache, metadata)
+        return self.model(inputs.token_ids, inputs.positions, self.kv_cache, metadata, layers)
 
     def _sample_index(self, step: Step) -> Tensor:
         return self.batch.header.sample_index[: len(step.sampled)]

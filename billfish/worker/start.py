@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -17,6 +17,7 @@ from billfish.worker.device_runner import DeviceRunner
 from billfish.worker.grammar import GrammarCompiler
 from billfish.worker.memory_plan import MemoryPlan
 from billfish.worker.model_runner import ModelRunner
+from billfish.worker.warm_up import first_launches
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +44,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Started:
-    """plan: of the GPU's memory, measured; None on a CPU."""
+    """plan: of the GPU's memory, measured; None on a CPU. seconds: what the start took, by phase;
+    none on a CPU."""
 
     executor: ModelRunner | DeviceRunner
     num_blocks: int
     max_model_len: int
     plan: MemoryPlan | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 def start(setting: Setting, load: Load) -> Started:
@@ -114,10 +117,12 @@ def _start_on_gpu(setting: Setting, load: Load) -> Started:
     )  # fmt: skip
     plan = _fitted(plan, cache)
     logger.info("%s", plan)
-    begin = time.perf_counter()
+    seconds = _Seconds()
     before = torch.cuda.memory_allocated(device)
     model = load(max_model_len)
+    torch.cuda.synchronize(device)
     weights = torch.cuda.memory_allocated(device) - before
+    seconds.add("weights")
     runner = DeviceRunner(
         model,
         kv_cache.allocate_on_gpu(config, cache, 0, setting.dtype, device),
@@ -130,32 +135,50 @@ def _start_on_gpu(setting: Setting, load: Load) -> Started:
         batch_invariant=setting.batch_invariant,
     )
     tables = torch.cuda.memory_allocated(device) - before - weights
-    loaded = time.perf_counter()
     runner.compile(setting.scheduler.budget)
-    compiled = time.perf_counter()
-    peak = runner.measure_peak(setting.scheduler.budget)
-    graphs = plan.graphs if setting.graphs else 0
-    plan = replace(plan, weights=weights, activations=tables + peak, graphs=graphs)
-    plan = replace(_fitted(plan, cache), measured=True)
-    torch.cuda.empty_cache()  # what the largest step took in pieces is needed in one
-    runner.kv_cache = kv_cache.allocate_on_gpu(
-        config, cache, plan.num_blocks, setting.dtype, device
-    )
-    if cache.swap_blocks:
-        runner.host_cache = kv_cache.allocate_pinned(
-            config, cache, cache.swap_blocks, setting.dtype
+    seconds.add("compilation")
+    with first_launches() as late:
+        peak = runner.measure_peak(setting.scheduler.budget)
+        graphs = plan.graphs if setting.graphs else 0
+        plan = replace(plan, weights=weights, activations=tables + peak, graphs=graphs)
+        plan = replace(_fitted(plan, cache), measured=True)
+        torch.cuda.empty_cache()  # what the largest step took in pieces is needed in one
+        runner.kv_cache = kv_cache.allocate_on_gpu(
+            config, cache, plan.num_blocks, setting.dtype, device
         )
-    free = torch.cuda.mem_get_info(device)[0]
-    runner.capture()
+        if cache.swap_blocks:
+            runner.host_cache = kv_cache.allocate_pinned(
+                config, cache, cache.swap_blocks, setting.dtype
+            )
+        seconds.add("memory")
+        free = torch.cuda.mem_get_info(device)[0]
+        runner.capture()
     plan = replace(plan, graphs=max(0, free - torch.cuda.mem_get_info(device)[0]))
+    seconds.add("graphs")
     logger.info("%s", plan)
-    logger.info(
-        "started in %.1f s: weights %.1f, compilation %.1f, memory and graphs %.1f",
-        time.perf_counter() - begin, loaded - begin, compiled - loaded,
-        time.perf_counter() - compiled,
-    )  # fmt: skip
+    logger.info("started in %s", seconds)
+    if late:
+        logger.info("not compiled ahead: %s", ", ".join(late))
     # A sequence is no longer than the cache, as on a CPU.
-    return Started(runner, plan.num_blocks, longest(setting, plan.num_blocks), plan)
+    max_model_len = longest(setting, plan.num_blocks)
+    return Started(runner, plan.num_blocks, max_model_len, plan, seconds.phases)
+
+
+class _Seconds:
+    """How long the phases of a start took, one after the other."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def add(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.phases[phase] = round(now - self._last, 3)
+        self._last = now
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.phases.items())
+        return f"{sum(self.phases.values()):.1f} s: {parts}"
 
 
 def _fitted(plan: MemoryPlan, cache: CacheConfig) -> MemoryPlan:

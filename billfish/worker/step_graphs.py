@@ -34,33 +34,35 @@ class StepGraphs:
     On a CPU there is nothing to capture: `replay` calls `run`, with the same padding.
     """
 
-    def __init__(self, run: Callable[[int], Tensor], sizes: list[int], device: torch.device):
-        self._run, self._sizes, self._device = run, sizes, device
+    def __init__(self, run: Callable[[int], Tensor], sizes: list[int]):
+        self._run, self._sizes = run, sizes
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        # One for all captures: libraries keep memory for each stream that they have seen.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def largest(self) -> int:
-        """Rows of the largest graph, 0 where there are none."""
-        return self._sizes[-1] if self._sizes else 0
+        """Rows of the largest step."""
+        return self._sizes[-1]
 
     @torch.inference_mode()
-    def capture(self, pool: Any) -> None:
-        """Capture all sizes, the largest first, so that the others fit in its memory."""
-        stream = self._stream
-        if stream is None:
-            return
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+    def capture(
+        self, prepare: Callable[[int], object], pool: Any, stream: torch.cuda.Stream
+    ) -> None:
+        """Capture all sizes, the largest first, so that the others fit in its memory.
+
+        prepare: launches what `run` launches, each kernel once at least. What is first launched is
+        loaded, and may be compiled, which cannot be captured. pool, stream: of all graphs together,
+        to share memory.
+        """
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
         for size in reversed(self._sizes):
             with torch.cuda.stream(stream):
-                self._run(size)  # compiles, and allocates what outlives the step
+                prepare(size)
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 result = self._run(size)
             self._graphs[size] = (graph, result)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def release(self) -> None:
         """Give up the graphs, and the memory of the pool with the last of them."""

@@ -103,7 +103,9 @@ def allocate(
     num_tokens: int, num_requests: int, max_blocks: int, device: torch.device
 ) -> StepInputs:
     """Memory for the inputs of such a step."""
-    per_token = torch.zeros(3, num_tokens, dtype=torch.int64, device=device)
+    # Each begins on 16 bytes, whatever the number of tokens: kernels are compiled for that.
+    per_token = torch.zeros(3, num_tokens + num_tokens % 2, dtype=torch.int64, device=device)
+    per_token = per_token[:, :num_tokens]
     block_table = torch.zeros(num_requests, max_blocks, dtype=torch.int32, device=device)
     return StepInputs(per_token[0], per_token[1], per_token[2], block_table)
 

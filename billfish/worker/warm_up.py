@@ -6,17 +6,19 @@ code in Triton's cache.)
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from billfish.kernels.marlin import gpu
 from billfish.kernels.paged_attention import AttentionMetadata
 from billfish.kernels.paged_attention.metadata import PADDING_SLOT
-from billfish.layers.linear import QuantLinear
+from billfish.layers.linear import Linear, QuantLinear
 from billfish.models.decoder import Attention, CausalLM
 
 logger = logging.getLogger(__name__)
@@ -25,8 +27,6 @@ TYPICAL_KV_TOKENS = 2048
 """KV tokens of a sequence that steps are prepared for: attention of few and short sequences starts
 while the kernel ahead of it ends."""
 THREADS = 12
-ROWS = (1, 16, 32, 64, 128, 256, 512, 2048, 8192)
-"""Numbers of tokens for which products are compiled: one in each range that has a tiling."""
 
 
 def compile_all(jobs: Sequence[Callable[[], object]], device: torch.device) -> None:
@@ -48,15 +48,60 @@ def compile_all(jobs: Sequence[Callable[[], object]], device: torch.device) -> N
                 logger.warning("a kernel was not compiled ahead: %s", error)
 
 
-def products(model: CausalLM, max_tokens: int) -> list[Callable[[], object]]:
-    """A job for each INT4 product of the model and each range of tokens, up to max_tokens."""
-    layers: dict[tuple[int, int, bool], QuantLinear] = {}
-    for module in model.modules():
-        if isinstance(module, QuantLinear):
-            weight = module.weight
-            layers.setdefault((weight.n, weight.k, weight.silu_mul), module)
-    rows = sorted({min(count, max_tokens) for count in ROWS}, reverse=True)
-    return [partial(_product, layer, count) for count in rows for layer in layers.values()]
+@contextmanager
+def first_launches() -> Iterator[list[str]]:
+    """Collects the names of kernels that Triton compiles, or loads, within the block."""
+    from triton import knobs
+
+    names: list[str] = []
+    before = knobs.runtime.jit_post_compile_hook
+
+    def note(**told: Any) -> None:
+        names.append(told["fn"].name)
+        if before is not None:
+            before(**told)
+
+    knobs.runtime.jit_post_compile_hook = note
+    try:
+        yield names
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
+
+
+def products(model: CausalLM, sizes: Sequence[int], max_tokens: int) -> list[Callable[[], object]]:
+    """A job for each kernel that INT4 products of the model run at these numbers of tokens, and at
+    larger ones up to max_tokens; the largest first, which take longest to compile."""
+    layers = {
+        _kind_of(module): module for module in model.modules() if isinstance(module, QuantLinear)
+    }
+    rows = {*sizes, *range(256, max_tokens, 256), max_tokens}
+    jobs: dict[Hashable, Callable[[], object]] = {}
+    for count in sorted(rows, reverse=True):
+        for layer in layers.values():
+            kernel = gpu.kernel_key(
+                layer.weight, count, bias=layer.bias is not None,
+                batch_invariant=layer.batch_invariant,
+            )  # fmt: skip
+            jobs.setdefault(kernel, partial(_product, layer, count))
+    return list(jobs.values())
+
+
+def kinds_of_layers(model: CausalLM) -> list[int]:
+    """The first layer of each kind: between them they launch every kernel that all layers do."""
+    kinds: dict[Hashable, int] = {}
+    for index, (layer, config) in enumerate(zip(model.layers, model.config.layers, strict=True)):
+        linears = [m for m in layer.modules() if isinstance(m, Linear | QuantLinear)]
+        kind = (config.sliding_window, config.rope is None, *map(_kind_of, linears))
+        kinds.setdefault(kind, index)
+    return list(kinds.values())
+
+
+def _kind_of(layer: Linear | QuantLinear) -> Hashable:
+    """Layers with this in common run the same kernels."""
+    weight, bias = layer.weight, layer.bias is not None
+    if isinstance(weight, Tensor):
+        return (tuple(weight.shape), bias)
+    return (weight.n, weight.k, weight.layout, weight.group_size, weight.silu_mul, bias)
 
 
 def norms(model: CausalLM, max_tokens: int) -> list[Callable[[], object]]:
@@ -81,11 +126,11 @@ def attention(
     model: CausalLM, kv_cache: Tensor, make_plans: Callable[[], list[Any]], max_num_seqs: int,
     max_tokens: int,
 ) -> list[Callable[[], object]]:  # fmt: skip
-    """A job for each kind of attention that layers have and each kind of step: few and many
-    requests that decode, short and long prompts. Each plans for itself, and writes no KV."""
+    """A job for each kind of attention that layers have and each kind of step: a prompt, few and
+    many requests that decode. Each plans for itself, and writes no KV."""
     all_layers: Any = model.layers
     layers = {layer.attention.attention.sliding_window: layer.attention for layer in all_layers}
-    steps = [(1, 1), (max_num_seqs, 1), (1, min(256, max_tokens)), (1, min(4096, max_tokens))]
+    steps = [(1, min(256, max_tokens)), (max_num_seqs, 1), (1, 1)]
     return [
         partial(_attend, layer, kv_cache, make_plans, requests, tokens)
         for layer in layers.values()

@@ -61,6 +61,7 @@ def test_all_that_is_left_becomes_blocks(gpu) -> None:
     assert 0 < started.num_blocks < (160 - 5) * MIB // plan.block_bytes
     assert started.executor.kv_cache.shape[2] == 1 + started.num_blocks
     assert started.max_model_len == 96
+    assert list(started.seconds) == ["weights", "compilation", "memory", "graphs"]
     prompt = Admission("a", (5, 6, 7), 3, SamplingParams(temperature=0), 0)
     step = StepPlan(0, admitted=(prompt,), work=(Work("a", 0, 3, (1,), True),))
     assert started.executor.execute(step).token_ids.keys() == {"a"}

@@ -12,7 +12,7 @@ whose fragment holds row r of 16 holds row r + 8 too, so it has both factors of 
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -207,6 +207,25 @@ def _by_portable_kernel(
     tiling = triton_config(x.shape[0], units.shape, gpu_of(x.device), batch_invariant)
     x = x if x.stride(1) == 1 else x.contiguous()
     return triton_gemm.launch(x, units, product, tiling)
+
+
+def kernel_key(weight: "PackedWeight", rows: int, *, bias: bool, batch_invariant: bool) -> Hashable:
+    """Products of x [rows, K] without a residual that have this in common run one kernel."""
+    units, device = weight.tensors[0].shape, weight.device
+    zero_point = weight.layout.partition("-")[2]
+    # Triton compiles for a number of outputs that is a multiple of 16, or not.
+    shared = (weight.outputs % 16 == 0, weight.dtype, zero_point, bias, weight.silu_mul)
+    if _hopper_kernel(device) is None:
+        tiling = triton_config(rows, units, gpu_of(device), batch_invariant)
+        return (*shared, weight.group_size, tiling)
+    from billfish.kernels.marlin.hopper_plan import plan
+
+    epilogue = (bias, False, weight.silu_mul)
+    p = plan(
+        rows, units, weight.dtype, gpu_of(device), weight.outputs, zero_point, epilogue,
+        batch_invariant,
+    )  # fmt: skip
+    return (*shared, *p.kernel_key[1:])
 
 
 @cache

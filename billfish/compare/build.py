@@ -85,12 +85,13 @@ def _family(family: Family, records: Records, shown: Json) -> Json:
         "title": family.title,
         "package": family.package,
         "page": family.page,
+        "answer": family.answer,
         "function": family.function,
         "focus": family.focus,
         "memory": family.memory,
         "uses": family.uses,
         "code": resolve_all(family.code),
-        "claims": claims.claims(family.name, records, shown),
+        "claims": claims.claims(family.name, records, shown, techniques),
         "techniques": techniques,
     }
 

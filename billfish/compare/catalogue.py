@@ -46,12 +46,13 @@ class Technique:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """code: the operation, and what measures its performance."""
+    """answer: what sets it apart, in a sentence. code: the operation, and what measures it."""
 
     name: str
     title: str
     package: str
     page: str
+    answer: str
     function: str
     focus: str
     memory: str
@@ -266,6 +267,8 @@ FAMILIES = (
         "Marlin",
         MARLIN,
         "docs/w4a16.md",
+        "Weights are what is scarce. One operation, built so that four-bit weights stream through "
+        "the GPU without a pause and are widened on the way to the tensor cores.",
         "Multiplies 16-bit activations with INT4 weights (W4A16).",
         "Reading weights: a quarter of the bytes of FP16, as fast as memory gives them, and "
         "dequantized in registers on their way to the tensor cores.",
@@ -281,6 +284,9 @@ FAMILIES = (
         "PagedAttention",
         PAGED,
         "docs/paged_attention.md",
+        "Memory is what is scarce. Keys and values lie in small blocks, wherever there is room, so "
+        "that more requests fit; attention finds them through a table and must not be slower for "
+        "it.",
         "Attention over a KV cache kept in blocks: write, read, copy and swap them.",
         "Memory that is not wasted: more requests fit, so that every step serves more of them. The "
         "kernels must not pay for it: blocks are read where they lie.",
@@ -295,6 +301,9 @@ FAMILIES = (
         "General CUDA kernels",
         GENERAL,
         "docs/general.md",
+        "Nothing in particular is scarce. Every problem has a bound of its own, memory or "
+        "arithmetic, and a handful of techniques bring a kernel there; the other two are made of "
+        "them.",
         "Everything else that a model or a numerical program computes on a GPU.",
         "No one bottleneck: each kernel is brought to the bound that holds for it, by coalesced "
         "access, shared memory, fusion, caching and synchronization.",
@@ -322,10 +331,14 @@ KINDS = {
     "other": "Other techniques",
 }
 
-ROWS = (
-    ("Primary function", "function"),
-    ("Optimization focus", "focus"),
-    ("Memory management", "memory"),
-    ("Use cases", "uses"),
-)
-"""The rows of the table that are said in words, with claims to them."""
+ROWS = {
+    "answer": "In short",
+    "function": "Primary function",
+    "focus": "Optimization focus",
+    "memory": "Memory management",
+    "techniques": "Key techniques",
+    "performance": "Performance",
+    "uses": "Use cases",
+}
+"""The rows of the table of the families. What is said of one in words has the key as its field;
+what techniques are worth is the techniques' own, all other figures are claims."""

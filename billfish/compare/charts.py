@@ -1,45 +1,29 @@
-"""The charts of a report, from the traced document: each a function of it and of a width."""
+"""The charts of a report, from the traced document: each a function of it and of a width.
+
+What has a line for each kernel or technique is in strips.
+"""
 
 import math
-import re
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from billfish.compare import svg
-from billfish.compare.figures import Figure, say
-from billfish.compare.svg import dot, frame, mark, path, powers, steps, text
+from billfish.compare.figures import Said, say
+from billfish.compare.strips import SHAPES
+from billfish.compare.svg import (
+    dot,
+    frame,
+    impl_class,
+    legend,
+    mark,
+    named,
+    path,
+    powers,
+    steps,
+    text,
+)
 
 Json = dict[str, Any]
-SHAPES = {"marlin": "circle", "paged_attention": "square", "general": "diamond"}
-IMPLS = {
-    "billfish": "Billfish",
-    "portable": "Billfish, portable",
-    "marlin": "Marlin (vLLM)",
-    "machete": "Machete",
-    "humming": "humming",
-    "fa3": "FlashAttention-3",
-    "paged_attention_v1": "paged_attention v1",
-    "paged_attention_v2": "paged_attention v2",
-    "contiguous": "cuDNN, contiguous",
-    "plain": "plain copy",
-    "separate": "separate operations",
-    "one by one": "one by one",
-    "4 bytes a thread": "4 bytes a thread",
-    "vllm-machete": "vLLM, Machete",
-    "vllm-marlin": "vLLM, Marlin",
-    "vllm-bf16": "vLLM, bf16",
-}
-
-
-def named(impl: str) -> str:
-    return IMPLS.get(impl, impl)
-
-
-def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """(class of the line or dot, words), as HTML."""
-    items = "".join(f'<li><i class="{kind}"></i>{escape(words)}</li>' for kind, words in entries)
-    return f'<ul class="legend">{items}</ul>'
 
 
 def speedup(chart: Json, width: float) -> str:
@@ -58,7 +42,7 @@ def speedup(chart: Json, width: float) -> str:
     f.axes(
         sorted(set(counts)) if width > 500 else [1, 8, 64, 512, 4096],
         [0, 1, 2, 3, 4],
-        "tokens (M)",
+        "tokens in a step (M)",
         "times FP16",
     )
     _level(f, 4, "ideal", "ideal: 4x fewer bits")
@@ -68,25 +52,42 @@ def speedup(chart: Json, width: float) -> str:
     _level(f, 1, "even", "")
     f.add(text(f.x.start + 4, f.y(1) + 15, "FP16 (cuBLAS)", "start", "note"))
     for number, shape in enumerate(shapes):
-        points = shape["lines"]["billfish"]
-        f.add(path([(f.x(p["m"]), f.y(p["speedup"])) for p in points], f"line c{number}"))
-        for p in points:
-            said = say(
-                f"{shape['shape']}, M = {{}}: {{x}}; {{}} µs, FP16 {{}} µs",
-                p["m"],
-                p["speedup"],
-                p["us"],
-                p["fp16_us"],
-            )
-            f.add(mark(dot(f.x(p["m"]), f.y(p["speedup"])), said, f"c{number}"))
+        said = _speedup_said(shape["shape"])
+        _line(f, shape["lines"]["billfish"], "m", "speedup", said, f"c{number}")
     names = [(f"c{number}", shape["shape"]) for number, shape in enumerate(shapes)]
     return f.svg("Speed-up over FP16 by number of tokens, one line a shape") + legend(names)
 
 
-def _level(f: svg.Frame, value: float, kind: str, words: str, below: bool = False) -> None:
+def _line(
+    f: svg.Frame,
+    points: Sequence[Json],
+    x: str,
+    y: str,
+    said: Callable[[Json], Said],
+    kind: str,
+    size: float = 4.5,
+) -> None:
+    """A line through points, and a dot on each that says what it shows."""
+    places = [(f.x(point[x]), f.y(point[y])) for point in points]
+    f.add(path(places, f"line {kind}"))
+    for place, point in zip(places, points, strict=True):
+        f.add(mark(dot(*place, size=size), said(point), kind))
+
+
+def _speedup_said(of: str) -> Callable[[Json], Said]:
+    return lambda p: say(
+        f"{of}, M = {{}}: {{x}}; {{}} µs, FP16 {{}} µs",
+        p["m"],
+        p["speedup"],
+        p["us"],
+        p["fp16_us"],
+    )
+
+
+def _level(f: svg.Frame, value: float, kind: str, words: str) -> None:
     y = f.y(value)
     f.add(f'<line x1="{f.x.start}" x2="{f.x.end}" y1="{y}" y2="{y}" class="level {kind}"/>')
-    f.add(text(f.x.end, y + (14 if below else -6), words, "end", f"note {kind}"))
+    f.add(text(f.x.end, y - 6, words, "end", f"note {kind}"))
 
 
 PEERS = ("billfish", "humming", "machete", "marlin", "portable")
@@ -101,129 +102,16 @@ def speedup_beside_peers(chart: Json, shape: Json) -> str:
     _level(f, chart["ideal"], "ideal-scales", "")
     _level(f, 1, "even", "")
     for name in reversed(lines):
-        points = lines[name]
-        kind = f"i-{_class(name)}"
-        f.add(path([(f.x(p["m"]), f.y(p["speedup"])) for p in points], f"line {kind}"))
-        for p in points:
-            said = say(
-                f"{named(name)}, M = {{}}: {{x}}; {{}} µs, FP16 {{}} µs",
-                p["m"],
-                p["speedup"],
-                p["us"],
-                p["fp16_us"],
-            )
-            size = 3.6 if name == "billfish" else 2.6
-            f.add(mark(dot(f.x(p["m"]), f.y(p["speedup"]), size=size), said, kind))
+        size = 3.6 if name == "billfish" else 2.6
+        said = _speedup_said(named(name))
+        _line(f, lines[name], "m", "speedup", said, f"i-{impl_class(name)}", size)
     f.add(text(f.left, 16, shape["shape"], "start", "small-title"))
     return f.svg(f"Speed-up over FP16, {shape['shape']}, by implementation")
 
 
 def peer_legend(chart: Json) -> str:
     found = [n for n in PEERS if any(n in s["lines"] for s in chart["shapes"])]
-    return legend([(f"i-{_class(name)}", named(name)) for name in found])
-
-
-def worth(family: str, techniques: Sequence[Json], width: float) -> str:
-    """What each technique is worth: a dot a case, times slower without it."""
-    shown = [t for t in techniques if t["cases"]]
-    ratios = [c["ratio"] for t in shown for c in t["cases"]]
-    low, high = min(0.8, *ratios), max(2.0, *ratios) * 1.06
-    wide = width > 500
-    left = 24 + 7.1 * max(len(t["name"]) for t in shown) if wide else 12
-    row = 30 if wide else 46
-    f = frame(
-        width, 60 + row * len(shown), (low, high), (0, 1), log_x=True, left=left, top=14, bottom=46
-    )
-    few = (0.5, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3)
-    ticks = [v for v in (few if high < 4 else (0.5, 1, 2, 4, 8, 16, 32)) if low <= v <= high]
-    ticks = ticks if wide else [v for v in ticks if v not in (0.9, 1.1, 1.75)]
-    base = f.y.start
-    for value in ticks:
-        x = f.x(value)
-        kind = "level even" if value == 1 else "grid"
-        f.add(f'<line x1="{x}" x2="{x}" y1="10" y2="{base}" class="{kind}"/>')
-        f.add(text(x, base + 17, f"{value:g}x", "middle", "tick"))
-    f.add(
-        text(
-            (f.x.start + f.x.end) / 2,
-            base + 35,
-            "time without it / time with it",
-            "middle",
-            "label",
-        )
-    )
-    for number, technique in enumerate(shown):
-        y = 14 + row * (number + 0.5) + (0 if wide else 8)
-        if wide:
-            f.add(text(left - 14, y + 4, technique["name"], "end", "row-name"))
-        else:
-            f.add(text(left, y - 14, technique["name"], "start", "row-name"))
-        f.add(f'<line x1="{f.x.start}" x2="{f.x.end}" y1="{y}" y2="{y}" class="grid"/>')
-        for case in technique["cases"]:
-            said = say(
-                f"{technique['name']}, {case['group']} {case['case']}: {{x}}; "
-                "{} µs with, {} µs without",
-                case["ratio"],
-                case["with_us"],
-                case["without_us"],
-            )
-            f.add(mark(dot(f.x(case["ratio"]), y, SHAPES[family], 5), said, f"f-{family} faint"))
-    return f.svg("What each technique is worth: time without it over time with it, a dot a case")
-
-
-def decode(chart: Json, width: float) -> str:
-    """Decode by case: how fast each is beside attention over a contiguous cache."""
-    cases = chart["cases"]
-    impls = [
-        n
-        for n in ("billfish", "fa3", "portable", "paged_attention_v2")
-        if any(n in c["impls"] for c in cases)
-    ]
-    ratios = [c["impls"][n]["ratio"] for c in cases for n in impls if n in c["impls"]]
-    left = 96 if width > 500 else 84
-    f = frame(
-        width,
-        54 + 25 * len(cases),
-        (min(ratios) * 0.93, max(1.15, *ratios) * 1.03),
-        (0, 1),
-        log_x=True,
-        left=left,
-        top=12,
-        bottom=46,
-    )
-    base = f.y.start
-    for value in (0.125, 0.25, 0.5, 1):
-        if value >= f.x.low:
-            x = f.x(value)
-            kind = "level even" if value == 1 else "grid"
-            f.add(f'<line x1="{x}" x2="{x}" y1="8" y2="{base}" class="{kind}"/>')
-            f.add(text(x, base + 17, f"{value:g}x", "middle", "tick"))
-    f.add(
-        text(
-            (f.x.start + f.x.end) / 2,
-            base + 35,
-            "speed beside a contiguous cache (cuDNN)",
-            "middle",
-            "label",
-        )
-    )
-    for number, case in enumerate(cases):
-        y = 12 + 25 * (number + 0.5)
-        f.add(text(left - 10, y + 4, case["case"], "end", "row-name"))
-        found = [n for n in impls if n in case["impls"]]
-        xs = [f.x(case["impls"][n]["ratio"]) for n in found]
-        f.add(f'<line x1="{min(xs)}" x2="{max(xs)}" y1="{y}" y2="{y}" class="grid"/>')
-        for name in reversed(found):
-            impl = case["impls"][name]
-            said = say(
-                f"{named(name)}, {case['case']}: {{x}} of a contiguous cache; {{}} µs",
-                impl["ratio"],
-                impl["us"],
-            )
-            size = 5.5 if name == "billfish" else 4
-            f.add(mark(dot(f.x(impl["ratio"]), y, size=size), said, f"i-{_class(name)}"))
-    names = [(f"i-{_class(name)}", named(name)) for name in impls]
-    return f.svg("Decode beside attention over a contiguous cache, context x batch") + legend(names)
+    return legend([(f"i-{impl_class(name)}", named(name)) for name in found])
 
 
 def movement(chart: Json) -> str:
@@ -243,24 +131,17 @@ def movement(chart: Json) -> str:
     )
     f.axes(powers(min(sizes), max(sizes), 4)[::2], powers(f.y.low, f.y.high), chart["unit"], "µs")
     order = ["billfish", "plain", *(n for n in lines if n not in ("billfish", "plain"))]
-    for name in reversed([n for n in order if n in lines]):
-        points = lines[name]
-        f.add(path([(f.x(p["size"]), f.y(p["us"])) for p in points], f"line i-{_class(name)}"))
-        for p in points:
-            said = say(
-                f"{chart['mode']}, {named(name)}, {{}} {chart['unit']}: {{}} µs, {{b}}",
-                p["size"],
-                p["us"],
-                p["bytes"],
-            )
-            f.add(mark(dot(f.x(p["size"]), f.y(p["us"]), size=3.6), said, f"i-{_class(name)}"))
-    names = [(f"i-{_class(name)}", named(name)) for name in order if name in lines]
+    shown = [name for name in order if name in lines]
+    for name in reversed(shown):
+        words = f"{chart['mode']}, {named(name)}, {{}} {chart['unit']}: {{}} µs, {{b}}"
+
+        def said(p: Json, words: str = words) -> Said:
+            return say(words, p["size"], p["us"], p["bytes"])
+
+        _line(f, lines[name], "size", "us", said, f"i-{impl_class(name)}", 3.6)
     title = f"<h4>{chart['mode'].capitalize()}</h4>"
+    names = [(f"i-{impl_class(name)}", named(name)) for name in shown]
     return title + f.svg(f"Time of {chart['mode']} by size") + legend(names)
-
-
-def _class(name: str) -> str:
-    return re.sub(r"[^\w-]", "-", name)
 
 
 def serving(chart: Json, width: float) -> str:
@@ -273,104 +154,178 @@ def serving(chart: Json, width: float) -> str:
     )
     f.axes(batches, steps(0, most * 1.08), "requests that decode together", "output tokens/s")
     for name in reversed(lines):
-        points = lines[name]
-        f.add(path([(f.x(p["batch"]), f.y(p["tok_s"])) for p in points], f"line i-{_class(name)}"))
-        for p in points:
-            said = say(
-                f"{named(name)}, batch {{}}: {{}} tokens/s; {{}} ms a token",
-                p["batch"],
-                p["tok_s"],
-                p["tpot_ms"],
-            )
-            f.add(mark(dot(f.x(p["batch"]), f.y(p["tok_s"])), said, f"i-{_class(name)}"))
-    names = [(f"i-{_class(name)}", named(name)) for name in lines]
+        words = f"{named(name)}, batch {{}}: {{}} tokens/s; {{}} ms a token"
+
+        def said(p: Json, words: str = words) -> Said:
+            return say(words, p["batch"], p["tok_s"], p["tpot_ms"])
+
+        _line(f, lines[name], "batch", "tok_s", said, f"i-{impl_class(name)}")
+    names = [(f"i-{impl_class(name)}", named(name)) for name in lines]
     return f.svg("Output tokens a second by batch") + legend(names)
+
+
+FAMILY_NAMES = {
+    "marlin": "Marlin",
+    "paged_attention": "PagedAttention",
+    "general": "general",
+    "other": "other",
+}
+PART_NAMES = {"qkv": "QKV", "o": "O", "gate_up": "gate and up", "norm": "norms"}
+
+
+def step(chart: Json, width: float) -> str:
+    """A decode step by batch: a bar, divided among the families by their share of its time."""
+    bar, line = 34, 17
+    at_once = 4 if width > 500 else 2  # shares in a line of text
+    row = 50 + bar + line * math.ceil(len(FAMILY_NAMES) / at_once)
+    parts: list[str] = []
+    for number, batch in enumerate(chart["batches"]):
+        top = row * number
+        one = "request" if batch["batch"] == 1 else "requests"
+        said = say(f"{{}} {one} at once: {{}} µs a step", batch["batch"], batch["us"])
+        parts.append(mark(text(0, top + 15, said.text, "start", "small-title tick"), said))
+        whole = sum(part["percent"] for part in batch["parts"])
+        x = 0.0
+        for part in batch["parts"]:
+            share = width * part["percent"] / whole
+            parts.append(_part(part, batch, x, top + 24, share, bar))
+            x += share
+        shares = list(batch["shares"].items())
+        for first in range(0, len(shares), at_once):
+            names, percents = zip(*shares[first : first + at_once], strict=True)
+            said = say(" · ".join(f"{FAMILY_NAMES[name]} {{%}}" for name in names), *percents)
+            y = top + 24 + bar + 16 + line * (first // at_once)
+            parts.append(mark(text(0, y, said.text, "start", "label tick"), said))
+    height = row * len(chart["batches"]) - 20
+    return svg.svg(width, height, "".join(parts), "Whose kernels take the time of a decode step")
+
+
+def _part(part: Json, batch: Json, x: float, y: float, width: float, height: float) -> str:
+    name = PART_NAMES.get(part["part"]) or str(part["part"])
+    inside = (
+        f'<rect x="{x:.1f}" y="{y}" width="{max(width - 1.5, 0.5):.1f}" height="{height}" rx="3" '
+        f'class="step f-{part["family"]}"/>'
+    )
+    if width > 7.6 * len(name) + 8:
+        inside += text(x + width / 2, y + height / 2 + 4, name, "middle", "event-id tick")
+    said = say(
+        f"{name}, {{}} at once: {{}} µs, {{%}} of the step",
+        batch["batch"],
+        part["us"],
+        part["percent"],
+    )
+    return mark(inside, said)
+
+
+RIGHTMOST = 20_000.0
+"""Operations a byte at the right end of a roofline; what has more is drawn there."""
 
 
 def roofline(points: Sequence[Json], top: Json, width: float) -> str:
     """Every kernel: operations a second over operations a byte, under the roof of this GPU."""
     shown = [p for p in points if p["flops"] > 0]
-    xs = [p["intensity"] for p in shown]
-    low, high = min([0.5, *xs]), max([4000.0, *xs]) * 1.3
-    rates = [1.0, *(p["tflops"] for p in shown if p["tflops"] > 0)]
+    low = min([0.5, *(p["intensity"] for p in shown if p["intensity"] > 0)])
+    least = min([1.0, *(p["tflops"] for p in shown if p["tflops"] > 0)])
     f = frame(
         width,
-        440 if width > 500 else 360,
-        (low, high),
-        (min(rates) * 0.6, top["tflops"] * 1.9),
+        520 if width > 500 else 400,
+        (low, RIGHTMOST * 1.3),
+        (least * 0.6, top["tflops"] * 1.9),
         log_x=True,
         log_y=True,
         left=50,
         right=18,
     )
-    f.axes(powers(low, high), powers(f.y.low, f.y.high), "operations / byte", "TFLOP/s")
-    knee = top["tflops"] / top["gbps"] * 1e3
-    start = max(low, f.y.low * 1e3 / top["gbps"])
-    slope = [(f.x(start), f.y(start * top["gbps"] / 1e3)), (f.x(knee), f.y(top["tflops"]))]
-    f.add(
-        mark(
-            path([*slope, (f.x(high), f.y(top["tflops"]))], "roof"),
-            say(
-                "The roof: {} GB/s of memory, then {} TFLOP/s of 16-bit products",
-                top["gbps"],
-                top["tflops"],
-            ),
-        )
-    )
-    f.add(text(f.x(high) - 4, f.y(top["tflops"]) - 9, "16-bit tensor cores", "end", "note"))
-    (x0, y0), (x1, y1) = slope
-    angle = math.degrees(math.atan2(y1 - y0, x1 - x0))
-    at = (x0 + (x1 - x0) * 0.42, y0 + (y1 - y0) * 0.42 - 9)
-    f.add(
-        text(
-            *at,
-            "device memory",
-            "middle",
-            "note",
-            f' transform="rotate({angle:.1f} {at[0]:.1f} {at[1]:.1f})"',
-        )
-    )
+    f.axes(powers(f.x.low, f.x.high), powers(f.y.low, f.y.high), "operations / byte", "TFLOP/s")
+    places = Places(f)
+    _roof(f, top, places)
     for p in shown:
         said = say(
-            f"{p['name']}: {{}} TFLOP/s at {{}} operations a byte; {{}} µs",
+            f"{p['kernel']} {p['case']}: {{}} TFLOP/s at {{}} operations a byte; {{}} µs",
             p["tflops"],
             p["intensity"],
             p["us"],
         )
-        at = (f.x(p["intensity"]), f.y(max(p["tflops"], f.y.low)))
+        at = (f.x(min(max(p["intensity"], low), RIGHTMOST)), f.y(max(p["tflops"], f.y.low)))
+        places.take(*at, 5, 5)
         f.add(mark(dot(*at, SHAPES[p["family"]], 4.2), said, f"f-{p['family']} faint"))
+    if width > 500:
+        _names(f, shown, places)
     return f.svg("Roofline: every kernel that computes, under this GPU's roof")
 
 
-def floors(points: Sequence[Json], width: float) -> str:
-    """Every kernel: percent of its floor, by bytes moved."""
-    shown = [p for p in points if isinstance(p["percent"], Figure)]
-    sizes = [p["bytes"] for p in shown]
-    most = max([105.0, *(p["percent"] for p in shown)])
-    f = frame(
-        width,
-        360 if width > 500 else 320,
-        (min(sizes) * 0.7, max(sizes) * 1.4),
-        (0, most * 1.04),
-        log_x=True,
-        left=50,
-        right=18,
-    )
-    f.axes(
-        powers(f.x.low, f.x.high)[:: 1 if width > 500 else 2],
-        steps(0, most),
-        "bytes",
-        "percent of the floor",
-    )
-    _level(f, 100, "even", "")
-    for p in shown:
-        said = say(
-            f"{p['name']}: {{%}} of the floor; {{}} µs, {{b}}, {{}} GB/s",
-            p["percent"],
-            p["us"],
-            p["bytes"],
-            p["gbps"],
+def _roof(f: svg.Frame, top: Json, places: "Places") -> None:
+    """The slope of memory, then a level for each kind of product that was measured."""
+    gbps, tflops, single = top["gbps"], top["tflops"], top["float32"]
+    start = max(f.x.low, f.y.low * 1e3 / gbps)
+    slope = [(f.x(start), f.y(start * gbps / 1e3)), (f.x(tflops / gbps * 1e3), f.y(tflops))]
+    said = say("The roof: {} GB/s of memory, then {} TFLOP/s of 16-bit products", gbps, tflops)
+    f.add(mark(path([*slope, (f.x.end, f.y(tflops))], "roof"), said))
+    f.add(text(f.x.end - 4, f.y(tflops) - 9, "16-bit tensor cores", "end", "note"))
+    places.line(*slope)
+    places.line(slope[1], (f.x.end, f.y(tflops)))
+    places.take(f.x.end - 60, f.y(tflops) - 13, 66, 7)
+    if single is not None:
+        knee = (f.x(single / gbps * 1e3), f.y(single))
+        said = say("{} TFLOP/s of products of float32, without tensor cores", single)
+        f.add(mark(path([knee, (f.x.end, knee[1])], "roof second"), said))
+        f.add(text(f.x.end - 4, knee[1] - 7, "float32", "end", "note"))
+        places.line(knee, (f.x.end, knee[1]))
+        places.take(f.x.end - 22, knee[1] - 11, 26, 7)
+    (x0, y0), (x1, y1) = slope
+    angle = math.degrees(math.atan2(y1 - y0, x1 - x0))
+    x, y = x0 + (x1 - x0) * 0.42 - 6, y0 + (y1 - y0) * 0.42 - 9
+    turned = f' transform="rotate({angle:.1f} {x:.1f} {y:.1f})"'
+    f.add(text(x, y, "device memory", "middle", "note", turned))
+    part = 48 / math.dist((x0, y0), (x1, y1))
+    dx, dy = (x1 - x0) * part, (y1 - y0) * part
+    places.line((x - dx, y - dy), (x + dx, y + dy))
+
+
+class Places:
+    """What is taken in a chart, so that no name is written over anything."""
+
+    def __init__(self, f: svg.Frame) -> None:
+        self.frame = f
+        self.taken: list[tuple[float, float, float, float]] = []
+
+    def take(self, x: float, y: float, half_width: float, half_height: float) -> None:
+        self.taken.append((x, y, half_width, half_height))
+
+    def line(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        count = max(2, round(math.dist(start, end) / 5))
+        for i in range(count + 1):
+            x, y = (a + (b - a) * i / count for a, b in zip(start, end, strict=True))
+            self.take(x, y, 3, 3)
+
+    def free(self, x: float, y: float, half_width: float, half_height: float) -> bool:
+        f = self.frame
+        inside = f.x.start < x - half_width and x + half_width < f.x.end and f.y.end < y < f.y.start
+        return inside and not any(
+            abs(x - left) < half_width + w and abs(y - top) < half_height + h
+            for left, top, w, h in self.taken
         )
-        at = (f.x(p["bytes"]), f.y(p["percent"]))
-        f.add(mark(dot(*at, SHAPES[p["family"]], 4.2), said, f"f-{p['family']} faint"))
-    return f.svg("How near every kernel comes to its floor, by the bytes it moves")
+
+
+def _names(f: svg.Frame, points: Sequence[Json], places: Places) -> None:
+    """The name of each kernel at its fastest case, where there is room for it."""
+    best: dict[str, Json] = {}
+    for p in points:
+        if p["tflops"] > best.get(p["kernel"], p)["tflops"] or p["kernel"] not in best:
+            best[p["kernel"]] = p
+    for kernel, p in best.items():
+        x, y = f.x(min(p["intensity"], RIGHTMOST)), f.y(max(p["tflops"], f.y.low))
+        half = 3.3 * len(kernel)
+        for dx, dy in _around(half):
+            if places.free(x + dx, y + dy, half, 6):
+                places.take(x + dx, y + dy, half, 6)
+                f.add(text(x + dx, y + dy + 4, kernel, "middle", f"name f-{p['family']}"))
+                break
+
+
+def _around(half: float) -> Iterator[tuple[float, float]]:
+    """Where a name may stand from its dot, the nearest first."""
+    for away in (0, 10, 22):
+        beside = half + 9 + away
+        yield from ((beside, 0), (-beside, 0), (0, 15 + away), (0, -13 - away))
+        yield from ((half, 14 + away), (-half, 14 + away), (half, -13 - away), (-half, -13 - away))

@@ -1,6 +1,6 @@
 """What the charts of a comparison show, from the rows of the records."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from billfish.compare.records import Record, Records, Row
@@ -31,8 +31,10 @@ def charts(records: Records, names: Iterable[str]) -> Json:
         if "paged_attention" in names
         else [],
         "cache": cache(records.get("engine_cache")) if "paged_attention" in names else None,
+        "step": step(records.get("step")),
         "serving": serving(records),
         "general": general(records.get("general")) if "general" in names else [],
+        "domains": domains(records.get("general")) if "general" in names else {},
         "wrong": wrong(records.get("general")) if "general" in names else [],
         "tutorial": tutorial(records.get("tutorial")) if "general" in names else [],
         "kernels": kernels(records, names),
@@ -190,6 +192,28 @@ def general(record: Record | None) -> list[Json]:
     return lines
 
 
+EVEN, NEAR = 0.95, 90
+"""Times the best peer's speed, and percent of the floor, from which a case counts as there."""
+
+
+def domains(record: Record | None) -> Json:
+    """How many cases of a domain are as fast as their best peer, and near their floor."""
+    found: dict[str, list[Json]] = {}
+    for line in general(record):
+        found.setdefault(line["domain"], []).append(line)
+    return {
+        domain: {
+            "cases": len(lines),
+            "with_peer": sum(line["ratio"] is not None for line in lines),
+            "even": sum((line["ratio"] or 0) >= EVEN for line in lines),
+            "even_from": EVEN,
+            "near": sum(line["percent"] >= NEAR for line in lines),
+            "near_from": NEAR,
+        }
+        for domain, lines in found.items()
+    }
+
+
 def wrong(record: Record | None) -> list[Json]:
     """Cases of general kernels whose result was wrong when they were to be timed."""
     return [
@@ -215,17 +239,60 @@ def tutorial(record: Record | None) -> list[Json]:
     ]
 
 
+FAMILY_OF = {
+    "qkv": "marlin", "o": "marlin", "gate_up": "marlin", "down": "marlin",
+    "attention": "paged_attention", "rotate and write": "paged_attention",
+    "norm": "general", "activation": "general", "sampling": "general",
+}  # fmt: skip
+"""Whose kernel does a part of a decode step; what is in none is other people's, or no kernel."""
+
+
+def step(record: Record | None) -> Json | None:
+    """A decode step of a whole model by batch: what share of it is whose."""
+    if record is None:
+        return None
+    first = record.rows[0]
+    kind = {key: first.get(key) for key in ("model", "weights", "context")}
+    batches: dict[int, dict[str, Row]] = {}
+    for row in timed(record):
+        if {key: row.get(key) for key in kind} == kind and "sampling" not in row:
+            batches.setdefault(row["batch"], {})[row["part"]] = row
+    order = dict.fromkeys([*FAMILY_OF, *(part for rows in batches.values() for part in rows)])
+    found = []
+    for batch, rows in batches.items():
+        whole = rows.pop("step", None)
+        if whole is None:
+            continue
+        parts = [
+            {"part": part, "family": FAMILY_OF.get(part, "other"), "us": rows[part]["us"],
+             "percent": round(100 * rows[part]["us"] / whole["us"], 1)}
+            for part in order if part in rows and rows[part]["us"] > 0
+        ]  # fmt: skip
+        shares: dict[str, float] = {}
+        for part in parts:
+            shares[part["family"]] = round(shares.get(part["family"], 0) + part["percent"], 1)
+        found.append({"batch": batch, "us": whole["us"], "parts": parts, "shares": shares})
+    if not found:
+        return None
+    return {"record": "step", "origin": record.origin, **kind, "batches": found}
+
+
 def ceilings(records: Records) -> Json | None:
-    """GB/s of memory and TFLOP/s of 16-bit products, as measured on the same GPU."""
+    """GB/s of memory and TFLOP/s of products of matrices, as measured on the same GPU.
+
+    tflops: in 16 bits, float32: without TF32, None where it was not measured.
+    """
     for name, record in _of_one_gpu(records).items():
         head = record.head
         if {"bandwidth", "rate"} <= head.keys():
-            gbps, tflops = head["bandwidth"] / 1e9, head["rate"] / 1e12
-            return {"record": name, "gbps": round(gbps), "tflops": round(tflops, 1)}
+            gbps, tflops = round(head["bandwidth"] / 1e9), round(head["rate"] / 1e12, 1)
+            return {"record": name, "gbps": gbps, "tflops": tflops, "float32": None}
         rates = head.get("rates", {})
-        half = [rates.get("tflops", {}).get(kind) for kind in ("float16", "bfloat16")]
-        if "copy_gbps" in rates and any(half):
-            return {"record": name, "gbps": rates["copy_gbps"], "tflops": next(filter(None, half))}
+        products = rates.get("tflops", {})
+        half = [products[kind] for kind in ("float16", "bfloat16") if kind in products]
+        if "copy_gbps" in rates and half:
+            return {"record": name, "gbps": rates["copy_gbps"], "tflops": max(half),
+                    "float32": products.get("float32")}  # fmt: skip
     return None
 
 
@@ -236,69 +303,74 @@ def _of_one_gpu(records: Records) -> Records:
 
 
 def kernels(records: Records, names: Iterable[str]) -> list[Json]:
-    """Every kernel and case of ours: bytes, operations, time; for the roofline."""
+    """Every kernel and case of ours: bytes, operations, time, and percent of the floor: that of the
+    row where it has one, else what its bytes or operations take under the ceilings.
+    """
     names, records = set(names), _of_one_gpu(records)
-    points = []
-    if "marlin" in names and "gemm" in records:
-        for r in timed(records["gemm"]):
-            if r["impl"] == "billfish":
-                weights = r["n"] * r["k"] // 2 + 2 * r["n"] * (r["k"] // r["group_size"])
-                points.append(
-                    _point(
-                        "marlin",
-                        "gemm",
-                        f"{r['n']} x {r['k']}, M = {r['m']}",
-                        r["us"],
-                        weights + 2 * r["m"] * (r["n"] + r["k"]),
-                        2 * r["m"] * r["n"] * r["k"],
-                    )
-                )
-    if "paged_attention" in names and "attention" in records:
-        for r in timed(records["attention"]):
-            if r["impl"] == "billfish" and r["heads_q"] == 32:
-                points.append(
-                    _point(
-                        "paged_attention",
-                        "attention",
-                        f"{r['mode']} {r['case']}",
-                        r["us"],
-                        round(r["gbps"] * r["us"] * 1e3),
-                        round(r["tflops"] * r["us"] * 1e6),
-                    )
-                )
-    if "paged_attention" in names and "attention_movement" in records:
-        for r in timed(records["attention_movement"]):
-            moved = bytes_moved(r)
-            if r["impl"] == "billfish" and moved:
-                unit = "blocks" if r["mode"] == "copy" else "tokens"
-                name = f"{r['mode']}, {r['batch']} {unit}"
-                points.append(_point("paged_attention", "attention_movement", name, r["us"], moved))
-    if "general" in names:
-        for line in general(records.get("general")):
-            name = f"{line['kernel']} {line['size']} {line['dtype']}"
-            points.append(
-                _point("general", "general", name, line["us"], line["bytes"], line["flops"])
-            )
+    points = [
+        *(_products(records.get("gemm")) if "marlin" in names else ()),
+        *(_attention(records.get("attention")) if "paged_attention" in names else ()),
+        *(_moves(records.get("attention_movement")) if "paged_attention" in names else ()),
+        *(_generals(records.get("general")) if "general" in names else ()),
+    ]
     top = ceilings(records)
     for point in points:
-        point["percent"] = None
-        if top:
-            floor = max(point["bytes"] / top["gbps"], point["flops"] / top["tflops"] / 1e3) / 1e3
-            point["percent"] = round(100 * floor / point["us"], 1)
+        if "percent" not in point:
+            point["percent"] = _percent_under(top, point) if top else None
     return [point for point in points if point["bytes"]]
 
 
-def _point(family: str, record: str, name: str, us: float, nbytes: float, flops: float = 0) -> Json:
+def _percent_under(top: Json, point: Json) -> float:
+    floor = max(point["bytes"] / top["gbps"], point["flops"] / top["tflops"] / 1e3) / 1e3
+    return round(100 * floor / point["us"], 1)
+
+
+def _products(record: Record | None) -> Iterator[Json]:
+    for r in timed(record) if record else ():
+        if r["impl"] == "billfish":
+            weights = r["n"] * r["k"] // 2 + 2 * r["n"] * (r["k"] // r["group_size"])
+            yield _point(
+                "marlin", "INT4 product", f"{r['n']} x {r['k']}, M = {r['m']}", r["us"],
+                weights + 2 * r["m"] * (r["n"] + r["k"]), 2 * r["m"] * r["n"] * r["k"],
+            )  # fmt: skip
+
+
+def _attention(record: Record | None) -> Iterator[Json]:
+    for r in timed(record) if record else ():
+        if r["impl"] == "billfish" and r["heads_q"] == 32:
+            yield _point(
+                "paged_attention", r["mode"], r["case"], r["us"],
+                round(r["gbps"] * r["us"] * 1e3), round(r["tflops"] * r["us"] * 1e6),
+            )  # fmt: skip
+
+
+def _moves(record: Record | None) -> Iterator[Json]:
+    for r in timed(record) if record else ():
+        moved = bytes_moved(r)
+        if r["impl"] == "billfish" and moved:
+            case = f"{r['batch']} {'blocks' if r['mode'] == 'copy' else 'tokens'}"
+            yield _point("paged_attention", r["mode"], case, r["us"], moved)
+
+
+def _generals(record: Record | None) -> Iterator[Json]:
+    for line in general(record):
+        case = f"{line['size']} {line['dtype']}"
+        yield _point(
+            "general", line["kernel"], case, line["us"], line["bytes"], line["flops"]
+        ) | {"domain": line["domain"], "percent": line["percent"]}  # fmt: skip
+
+
+def _point(family: str, kernel: str, case: str, us: float, nbytes: float, flops: float = 0) -> Json:
     return {
         "family": family,
-        "record": record,
-        "name": name,
+        "kernel": kernel,
+        "case": case,
         "us": us,
         "bytes": nbytes,
         "flops": flops,
         "gbps": round(nbytes / us / 1e3, 1),
         "tflops": round(flops / us / 1e6, 2),
-        "intensity": round(flops / nbytes, 2),
+        "intensity": round(flops / nbytes, 2) if nbytes else None,
     }
 
 

@@ -5,10 +5,12 @@ all cases. Where nothing is recorded it has none: not measured yet. What the eng
 gives without a GPU has the record "counted".
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import Any
 
 from billfish.compare import charts_data
+from billfish.compare.catalogue import KINDS
 from billfish.compare.charts_data import timed
 from billfish.compare.records import Record, Records
 
@@ -17,16 +19,35 @@ COUNTED = "counted"
 INT4_PEERS = ("marlin", "machete", "humming")
 
 
-def claims(family: str, records: Records, pictures: Json) -> dict[str, list[Json]]:
-    """By row of the table: function, focus, memory, performance, uses."""
+def claims(
+    family: str, records: Records, pictures: Json, techniques: Sequence[Json]
+) -> dict[str, list[Json]]:
+    """By row of the table (catalogue.ROWS)."""
     if family == "marlin":
-        return _marlin(records)
-    if family == "paged_attention":
-        return _paged_attention(records, pictures.get("memory"))
-    return _general(records)
+        found = _marlin(records)
+    elif family == "paged_attention":
+        found = _paged_attention(records, pictures.get("memory"))
+    else:
+        found = _general(records, techniques)
+    return {**found, "techniques": _techniques(techniques)}
 
 
-def _claim(record: str, label: str, value: float | None, unit: str = "") -> Json:
+def _techniques(techniques: Sequence[Json]) -> list[Json]:
+    """The most that each technique is worth, or each kind where there are kinds; the best first.
+
+    index: of the technique, of a kind the one that is worth most.
+    """
+    found: dict[str, Json] = {}
+    for index, technique in enumerate(techniques):
+        title = KINDS[technique["kind"]] if "kind" in technique else technique["name"]
+        most = max((case["ratio"] for case in technique["cases"]), default=None)
+        claim = _claim(technique["record"], title, most, "x") | {"index": index}
+        if title not in found or (most and most > max(found[title]["values"], default=0)):
+            found[title] = claim
+    return sorted(found.values(), key=lambda claim: -max(claim["values"], default=0))
+
+
+def _claim(record: str | None, label: str, value: float | None, unit: str = "") -> Json:
     values = [] if value is None else [value]
     return {"record": record, "label": label, "values": values, "unit": unit}
 
@@ -54,7 +75,12 @@ def _marlin(records: Records) -> dict[str, list[Json]]:
     few = [speed for m, found in speeds.items() if m <= 64 for speed in found]
     many = [speed for m, found in speeds.items() if m >= 256 for speed in found]
     ideal = chart["ideal"] if chart else None
+    best = max(speeds.get(1, []), default=None)
     return {
+        "answer": [
+            _claim("gemm", "the speed of FP16 with 1 token, at most", best, "x"),
+            _range("gemm", "with 256 tokens, where arithmetic decides", speeds.get(256, []), "x"),
+        ],
         "function": [_claim("gemm", "relative error, at most", _worst_error(gemm))],
         "focus": [_range("ablation_gemm", "of the floor of its bytes", floors, "%")],
         "memory": [_claim("gemm", "fewer bytes than FP16, scales included", ideal, "x")],
@@ -79,7 +105,12 @@ def _paged_attention(records: Records, memory: Json | None) -> dict[str, list[Js
     def counted(label: str, way: str, key: str, unit: str = "") -> Json:
         return _claim(COUNTED, label, memory[way][key] if memory else None, unit)
 
+    more = memory["running_ratio"] if memory else None
     return {
+        "answer": [
+            _claim(COUNTED, "as many requests at once in the same memory", more, "x"),
+            _range("attention", "the decode speed of a contiguous cache", bound, "x"),
+        ],
         "function": [_claim("attention", "relative error, at most", _worst_error(attention))],
         "focus": [
             counted("memory that holds tokens, with blocks", "paged", "used_percent", "%"),
@@ -100,7 +131,7 @@ def _paged_attention(records: Records, memory: Json | None) -> dict[str, list[Js
     }
 
 
-def _general(records: Records) -> dict[str, list[Json]]:
+def _general(records: Records, techniques: Sequence[Json]) -> dict[str, list[Json]]:
     general = records.get("general")
     lines = charts_data.general(general)
     percents = [line["percent"] for line in lines]
@@ -108,7 +139,17 @@ def _general(records: Records) -> dict[str, list[Json]]:
     near = sum(percent >= 90 for percent in percents) if lines else None
     ahead = sum(ratio >= 1 for ratio in ratios) if ratios else None
     largest = max((line["bytes"] for line in lines), default=None)
+    worth = [case["ratio"] for t in techniques for case in t["cases"]]
     return {
+        "answer": [
+            _claim("general", "of its floor, the median case", _median(percents), "%"),
+            _claim(
+                "ablation_general",
+                "what one technique is worth, at most",
+                max(worth, default=None),
+                "x",
+            ),
+        ],
         "function": [_claim("general", "relative error, at most", _worst_error(general))],
         "focus": [_claim("general", "cases at 90% of the floor or nearer", near)],
         "memory": [_claim("general", "bytes of the largest case", largest, "bytes")],
@@ -122,6 +163,10 @@ def _general(records: Records) -> dict[str, list[Json]]:
             _claim("general", "cases measured", len(lines) or None),
         ],
     }
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return round(median(values), 1) if values else None
 
 
 def _rows(record: Record | None) -> list[Json]:

@@ -83,14 +83,14 @@ def say(text: str, *figures: Figure) -> Said:
     return Said("".join(parts), tuple(paths))
 
 
-def number(figure: Figure | None, unit: str = "") -> str:
-    """A figure as HTML; a dash for None. unit: "bytes" or what to write behind it."""
+def number(figure: Figure | None, unit: str = "", *, bare: bool = False) -> str:
+    """A figure as HTML; a dash for None. unit: "bytes" or what to write behind it, unless bare."""
     if figure is None:
         return '<span class="none">–</span>'
     if not isinstance(figure, Figure):
         raise TypeError(f"{figure!r} is no figure of the document")
     text = sized(figure) if unit == "bytes" else shown(figure, unit)
-    tail = "" if unit in ("", "bytes") else f'<span class="unit">{escape(unit)}</span>'
+    tail = "" if bare or unit in ("", "bytes") else f'<span class="unit">{escape(unit)}</span>'
     return (
         f'<data value="{figure:.12g}" data-path="{escape(figure.path)}">{escape(text)}</data>{tail}'
     )

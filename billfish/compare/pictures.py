@@ -115,6 +115,7 @@ def memory() -> Json:
         "paged": paged,
         "contiguous": whole,
         "ratio": round(whole["steps"] / paged["steps"], 2),
+        "running_ratio": round(paged["running"] / whole["running"], 2),
         "code": resolve_all(
             (
                 "billfish.engine.scheduler:Scheduler._tokens_soon",

@@ -9,25 +9,26 @@ import base64
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import billfish
-from billfish.compare import charts
-from billfish.compare.catalogue import KINDS, ROWS
-from billfish.compare.figures import Figure, number, traced
-from billfish.compare.sections import (
+from billfish.compare import charts, strips
+from billfish.compare.catalogue import ROWS
+from billfish.compare.figures import number, traced
+from billfish.compare.parts import (
     NOT_YET,
     Href,
     both_widths,
+    claim_values,
     code_links,
-    family_section,
     figure,
     origin_tag,
 )
+from billfish.compare.sections import family_section
+from billfish.compare.svg import legend
 
 Json = dict[str, Any]
 
@@ -42,14 +43,16 @@ def page(document: Json, *, folder: Path | None = None, source_url: str | None =
     families = doc["families"]
     body = [
         _banner(doc),
+        _answers(families),
+        _step(doc["charts"]["step"]),
         _overview(families, href),
         _all_kernels(doc["charts"]),
         *(family_section(name, family, doc, href) for name, family in families.items()),
         _serving(doc),
         _records(doc["records"]),
     ]
-    entries = [("overview", "Side by side"), ("kernels", "Every kernel")]
-    entries += [(name, family["title"]) for name, family in families.items()]
+    entries = [("answer", "In short"), ("overview", "Side by side"), ("kernels", "Every kernel")]
+    entries += [(name, family["title"].split()[0]) for name, family in families.items()]
     entries += [("serving", "Whole model")] if doc["charts"]["serving"] else []
     entries += [("records", "Records")]
     data = json.dumps(document, ensure_ascii=False).replace("<", "\\u003c")
@@ -121,103 +124,115 @@ def _banner(doc: Json) -> str:
     )
 
 
+def _answers(families: Json) -> str:
+    """What sets each family apart, in a sentence and two figures."""
+    cards = "".join(
+        f'<a class="answer f-{name}" href="#{name}"><h3><i class="f-{name} key"></i>'
+        f"{escape(family['title'])}</h3><p>{escape(family['answer'])}</p>"
+        + "".join(
+            f"<p class='big'><b>{claim_values(claim)}</b> {escape(claim['label'])}</p>"
+            for claim in family["claims"]["answer"]
+        )
+        + "</a>"
+        for name, family in families.items()
+    )
+    return f'<section id="answer"><h2>In short</h2><div class="answers">{cards}</div></section>'
+
+
+def _step(chart: Json | None) -> str:
+    if chart is None:
+        return ""
+    keys = [(f"f-{name}", words) for name, words in charts.FAMILY_NAMES.items()]
+    return (
+        '<section id="step"><h2>A model needs all three</h2>'
+        + figure(
+            "Whose kernels take the time of a decode step",
+            both_widths(lambda width: charts.step(chart, width)) + legend(keys),
+            f"{escape(chart['model'])} with {escape(chart['weights'])} weights, "
+            f"{number(chart['context'])} tokens of context each. Alone, a request waits for "
+            "weights: Marlin's part. With many, for keys and values: PagedAttention's. General "
+            "kernels are the rest of a layer; other is the head, a product by cuBLAS, and the "
+            "inputs.",
+            chart["origin"],
+        )
+        + "</section>"
+    )
+
+
 def _overview(families: Json, href: Href) -> str:
     head = "".join(
         f'<th scope="col"><i class="f-{name} key"></i>{escape(family["title"])}</th>'
         for name, family in families.items()
     )
-
-    def line(title: str, cell: Callable[[str, Json], str]) -> str:
-        cells = "".join(
-            f'<td data-family="{escape(family["title"])}">{cell(name, family)}</td>'
+    rows = "".join(
+        f'<tr><th scope="row">{title}</th>'
+        + "".join(
+            f'<td data-family="{escape(family["title"])}">{_cell(name, family, key, href)}</td>'
             for name, family in families.items()
         )
-        return f'<tr><th scope="row">{title}</th>{cells}</tr>'
-
-    def said(key: str) -> Callable[[str, Json], str]:
-        return lambda _, family: f"<p>{escape(family[key])}</p>{_claims(family['claims'][key])}"
-
-    def performance(_: str, family: Json) -> str:
-        return _claims(family["claims"]["performance"]) + code_links(family["code"], href)
-
-    rows = [line(title, said(key)) for title, key in ROWS]
-    rows.insert(3, line("Key techniques", _technique_list))
-    rows.insert(4, line("Performance", performance))
+        + "</tr>"
+        for key, title in ROWS.items()
+        if key != "answer"
+    )
     return (
         '<section id="overview"><h2>Side by side</h2><div class="table-wrap"><table class="sides">'
-        f"<thead><tr><td></td>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-        '<p class="reading">Behind a technique: time without it over time with it, the most '
-        "of all cases measured.</p></section>"
+        f"<thead><tr><td></td>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        '<p class="reading">Behind a technique: time without it over time with it, the most of all '
+        "cases measured. Two figures are the least and the most of all cases. The floor of a case "
+        "is the time that this GPU needs to move its bytes or for its arithmetic, whichever is "
+        "longer.</p></section>"
     )
 
 
-def _technique_list(name: str, family: Json) -> str:
-    """Each technique, or kind of technique where there are many, with the most that it is worth."""
-    found: dict[str, tuple[int, list[Figure]]] = {}
-    for index, technique in enumerate(family["techniques"]):
-        title = KINDS[technique["kind"]] if "kind" in technique else technique["name"]
-        _, ratios = found.setdefault(title, (index, []))
-        ratios += [case["ratio"] for case in technique["cases"]]
-    items = []
-    for title in sorted(found, key=list(KINDS.values()).index) if name == "general" else found:
-        index, ratios = found[title]
-        value = f"<b>{number(max(ratios), 'x')}</b>" if ratios else NOT_YET
-        items.append(f'<li><a href="#{name}-{index}">{escape(title)}</a> {value}</li>')
-    return f'<ul class="techniques">{"".join(items)}</ul>'
-
-
-def _claims(claims: Sequence[Json]) -> str:
+def _cell(name: str, family: Json, key: str, href: Href) -> str:
+    """What the table says of a family: words, then figures; techniques lead to their cards."""
+    claims = family["claims"][key]
+    if key == "techniques":
+        items = "".join(
+            f'<li><a href="#{name}-{int(claim["index"])}">{escape(claim["label"])}</a> '
+            f"<b>{claim_values(claim)}</b></li>"
+            for claim in claims
+        )
+        return f'<ul class="techniques">{items}</ul>'
+    said = f"<p>{escape(family[key])}</p>" if key in family else ""
     items = "".join(
-        f"<div><dt>{escape(claim['label'])}</dt><dd>{_values(claim)}</dd></div>" for claim in claims
+        f"<div><dt>{escape(claim['label'])}</dt><dd>{claim_values(claim)}</dd></div>"
+        for claim in claims
     )
-    return f'<dl class="claims">{items}</dl>'
-
-
-def _values(claim: Json) -> str:
-    """The figure of a claim, or its least and most."""
-    *first, last = claim["values"] or [None]
-    if last is None:
-        return NOT_YET
-    return "".join(f"{number(value)} to " for value in first) + number(last, claim["unit"])
+    links = code_links(family["code"], href) if key == "performance" else ""
+    return f'{said}<dl class="claims">{items}</dl>{links}'
 
 
 def _all_kernels(chart: Json) -> str:
     points, top = chart["kernels"], chart["ceilings"]
-    keys = charts.legend(
-        [
-            (f"f-{name}", title)
-            for name, title in (
-                ("marlin", "Marlin"),
-                ("paged_attention", "PagedAttention"),
-                ("general", "General"),
-            )
-            if any(p["family"] == name for p in points)
-        ]
-    )
     if not points or top is None:
         inside = f"<p>Kernels under the roof of their GPU: {NOT_YET}.</p>"
-    else:
-        general = (
-            ""
-            if any(p["family"] == "general" for p in points)
-            else (f" General kernels: {NOT_YET}.")
-        )
-        inside = figure(
-            "Roofline",
-            both_widths(lambda width: charts.roofline(points, top, width)) + keys,
-            "A kernel can be no higher than the roof: left of the knee memory decides, right "
-            f"of it the tensor cores. Ceilings, from <code>{top['record']}</code>: "
-            f"{number(top['gbps'], ' GB/s')}, copied, and {number(top['tflops'], ' TFLOP/s')}. "
-            "Reading alone is faster than copying, so a kernel that reads may lie above the line. "
-            "What only moves data has no operations, and is in the next chart." + general,
-        ) + figure(
-            "How near the floor",
-            both_widths(lambda width: charts.floors(points, width)) + keys,
-            "The floor is the time that a kernel's bytes or operations take at those ceilings, "
-            "whichever is longer. Small problems are far from it: starting a kernel and filling "
-            "the machine take a few microseconds whatever the size. What is still in the L2 cache "
-            "comes out above 100%.",
-        )
+        return f'<section id="kernels"><h2>Every kernel, against its GPU</h2>{inside}</section>'
+    there = {point["family"] for point in points}
+    keys = legend(
+        [(f"f-{name}", words) for name, words in charts.FAMILY_NAMES.items() if name in there]
+    )
+    general = "" if "general" in there else f" General kernels: {NOT_YET}."
+    single = "" if top["float32"] is None else f", {number(top['float32'])} in float32"
+    inside = figure(
+        "Roofline",
+        both_widths(lambda width: charts.roofline(points, top, width)) + keys,
+        "A dot is a case of a kernel, as high as it computes and as far right as it computes for "
+        "each byte that it must move. It can be no higher than the roof: left of the knee memory "
+        "decides, right of it arithmetic. Ceilings, from "
+        f"<code>{top['record']}</code>: {number(top['gbps'], ' GB/s')}, copied, and "
+        f"{number(top['tflops'], ' TFLOP/s')} in 16 bits{single}. Reading alone is faster than "
+        "copying, so a kernel that reads may lie above the line. What has very many operations a "
+        "byte is drawn at the right end; what only moves data has none, and is in the next chart."
+        + general,
+    ) + figure(
+        "How near the floor",
+        both_widths(lambda width: strips.floors(points, width)) + keys,
+        "The floor is the time that a kernel's bytes or operations take at those ceilings, "
+        "whichever is longer. A larger dot is a case with more bytes. Small ones are far from the "
+        "floor: starting a kernel and filling the machine take a few microseconds whatever the "
+        "size. What is still in the L2 cache comes out above 100%." + general,
+    )
     return f'<section id="kernels"><h2>Every kernel, against its GPU</h2>{inside}</section>'
 
 

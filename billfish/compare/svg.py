@@ -5,6 +5,7 @@ dark, and with paths where a reader wants a mark that can be pointed at.
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
@@ -166,3 +167,38 @@ def svg(width: float, height: float, inside: str, name: str) -> str:
         f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" '
         f'role="img" aria-label="{escape(name)}" tabindex="0">{inside}</svg>'
     )
+
+
+IMPLS = {
+    "billfish": "Billfish",
+    "portable": "Billfish, portable",
+    "marlin": "Marlin (vLLM)",
+    "machete": "Machete",
+    "humming": "humming",
+    "fa3": "FlashAttention-3",
+    "paged_attention_v1": "paged_attention v1",
+    "paged_attention_v2": "paged_attention v2",
+    "contiguous": "cuDNN, contiguous",
+    "plain": "plain copy",
+    "separate": "separate operations",
+    "one by one": "one by one",
+    "4 bytes a thread": "4 bytes a thread",
+    "vllm-machete": "vLLM, Machete",
+    "vllm-marlin": "vLLM, Marlin",
+    "vllm-bf16": "vLLM, bf16",
+}
+
+
+def named(impl: str) -> str:
+    return IMPLS.get(impl, impl)
+
+
+def impl_class(impl: str) -> str:
+    """The class that colours an implementation."""
+    return re.sub(r"[^\w-]", "-", impl)
+
+
+def legend(entries: Sequence[tuple[str, str]]) -> str:
+    """(class of the line or dot, words), as HTML."""
+    items = "".join(f'<li><i class="{kind}"></i>{escape(words)}</li>' for kind, words in entries)
+    return f'<ul class="legend">{items}</ul>'

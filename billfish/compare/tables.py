@@ -9,7 +9,7 @@ of TABLES.
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,13 @@ from billfish.errors import RecordError
 Json = dict[str, Any]
 NOT_YET = "not measured yet"
 PLACE = re.compile(r"(<!-- table ([\w ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-EVEN, NEAR = 0.95, 90
-"""Times the best peer's speed, and percent of the floor, from which a case is counted."""
 
 
 def families(document: Json) -> str:
     """What the three families measure, row by row of the table that describes them."""
     found = document["families"].values()
     lines = [_line(["", *(family["title"] for family in found)]), _line(["---"] * (len(found) + 1))]
-    for title, key in (*ROWS[:3], ("Performance", "performance"), ROWS[3]):
+    for key, title in ROWS.items():
         cells = ["<br>".join(map(_claim, family["claims"][key])) for family in found]
         lines.append(_line([title.lower(), *cells]))
     return "\n".join([*lines, "", _counted_and_recorded(document)])
@@ -87,16 +85,16 @@ def general(document: Json, domain: str) -> str:
         lines.append(_line([name, "wrong result, not timed", "", "", "", ""]))
     if not found and not wrong:
         return f"{NOT_YET.capitalize()}."
-    return "\n".join([*lines, "", _summary(found), "", _source(document, "general")])
+    if found:
+        lines += ["", _summary(document["charts"]["domains"][domain])]
+    return "\n".join([*lines, "", _source(document, "general")])
 
 
-def _summary(lines: Sequence[Json]) -> str:
-    ratios = [line["ratio"] for line in lines if line["ratio"]]
-    even = sum(ratio >= EVEN for ratio in ratios)
-    near = sum(line["percent"] >= NEAR for line in lines)
+def _summary(counts: Json) -> str:
     return (
-        f"{even} of {len(ratios)} are at {EVEN} of their best peer's speed or faster, {near} of "
-        f"{len(lines)} at {NEAR}% of their floor or nearer."
+        f"{counts['even']} of {counts['with_peer']} are at {counts['even_from']} of their best "
+        f"peer's speed or faster, {counts['near']} of {counts['cases']} at {counts['near_from']}% "
+        "of their floor or nearer."
     )
 
 

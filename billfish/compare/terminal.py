@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from billfish.compare.catalogue import DOMAINS, KINDS, ROWS
+from billfish.compare.catalogue import DOMAINS, ROWS
 from billfish.compare.figures import shown, sized
 
 Json = dict[str, Any]
@@ -66,12 +66,9 @@ def _say_where(document: Json, console: Console) -> None:
 
 def _rows(family: Json) -> Iterator[tuple[str, str]]:
     """What the table of the families says of one: titles, and text with figures."""
-    said = [
-        (title, f"{escape(family[key])}\n{_claims(family['claims'][key])}") for title, key in ROWS
-    ]
-    worth = ("Key techniques", _most(family))
-    performance = ("Performance", _claims(family["claims"]["performance"]))
-    return iter((*said[:3], worth, performance, *said[3:]))
+    for key, title in ROWS.items():
+        said = [escape(family[key])] if key in family and key != "techniques" else []
+        yield title, "\n".join([*said, _claims(family["claims"][key])])
 
 
 def _side_by_side(families: Json, console: Console) -> None:
@@ -95,19 +92,6 @@ def _alone(family: Json, console: Console) -> None:
         table.add_row(title, text)
     console.print(table)
     console.print()
-
-
-def _most(family: Json) -> str:
-    """Each technique, or kind of them, with the most that it is worth; the best first."""
-    best: dict[str, list[float]] = {}
-    for technique in family["techniques"]:
-        title = KINDS[technique["kind"]] if "kind" in technique else technique["name"]
-        best.setdefault(title, []).extend(case["ratio"] for case in technique["cases"])
-    lines = sorted(best.items(), key=lambda item: -max(item[1], default=0))
-    return "\n".join(
-        f"{escape(title)}: " + (f"up to {shown(max(ratios), 'x')}x" if ratios else NOT_YET)
-        for title, ratios in lines
-    )
 
 
 def _claims(claims: Sequence[Json]) -> str:

@@ -1,7 +1,9 @@
 """The report in a real Chromium: what a person sees and does."""
 
+import itertools
 import json
 import os
+import random
 import shutil
 
 import pytest
@@ -58,11 +60,18 @@ def open_page(browser, document, tmp_path):
 
 def test_what_is_shown(open_page, document):
     page = open_page()
-    assert page.locator("h1").inner_text() == "Three kernel families, measured"
+    assert page.locator("h1").inner_text().startswith("What is the difference between a Marlin")
+    for name, family in document["families"].items():
+        claim = family["claims"]["answer"][0]
+        assert claim["label"] in page.locator(f"#answer .f-{name}.answer").inner_text()
     assert page.locator("#no-gpu").is_visible()
     assert json.loads(page.locator("#data").inner_text()) == document
     ratio = document["families"]["marlin"]["techniques"][2]["cases"][0]["ratio"]
-    assert page.locator("#marlin-2 .ratio data").first.inner_text() == shown(ratio, "x")
+    cell = page.locator("#marlin-2 .ratio data").first
+    assert not cell.is_visible()
+    page.locator("#overview").get_by_text("Stream-K", exact=True).click()
+    assert cell.is_visible()
+    assert cell.inner_text() == shown(ratio, "x")
     for chart in page.locator("svg:visible").all():
         box = chart.bounding_box()
         assert box["width"] > 200
@@ -89,6 +98,26 @@ def test_no_words_run_out_of_a_chart(open_page, recorded):
     for width in (1280, 375):
         page.set_viewport_size({"width": width, "height": 900})
         assert page.evaluate(outside) == []
+
+
+def test_names_in_a_roofline_do_not_overlap(open_page, recorded):
+    """Dozens of kernels that compute, made up, in a heap under the roof."""
+    made = general_records()
+    row = made["general"].rows[0]
+    draw = random.Random(0)
+    made["general"].rows.extend(
+        {**row, "kernel": f"kernel_{number}", "dtype": "float16", "bytes": 10**8,
+         "flops": round(10 ** draw.uniform(8, 13)), "us": draw.uniform(50, 5000)}
+        for number in range(40)
+    )  # fmt: skip
+    page = open_page(build.comparison({**recorded, **made}, FAMILIES, gpu=None))
+    names = page.evaluate("""() => [...document.querySelectorAll('.wide svg text.name')].map(t => {
+        const b = t.getBoundingClientRect();
+        return [t.textContent, b.left, b.right, b.top + 3, b.bottom - 3];
+    })""")
+    assert len({name for name, *_ in names}) == len(names) > 20
+    for (_, *one), (_, *two) in itertools.combinations(names, 2):
+        assert one[1] <= two[0] or two[1] <= one[0] or one[3] <= two[2] or two[3] <= one[2]
 
 
 def test_any_width(open_page):

@@ -64,6 +64,14 @@
   }
   addEventListener("scroll", () => { if (current) place(current); }, { passive: true });
 
+  // A link to a technique opens its card.
+  const unfold = () => {
+    const card = location.hash && $(location.hash.slice(1));
+    if (card && card.matches(".card")) for (const d of card.querySelectorAll(":scope > details")) d.open = true;
+  };
+  addEventListener("hashchange", unfold);
+  unfold();
+
   // On paper everything is open.
   addEventListener("beforeprint", () => { for (const d of document.querySelectorAll("details")) d.open = true; });
 

@@ -7,6 +7,7 @@ from billfish.compare.records import Record, Records, Row
 
 Json = dict[str, Any]
 
+INT4_PEERS = ("marlin", "machete", "humming", "tinygemm")
 TOKEN = 256
 """Bytes of a head of a token in the benchmark of block movement: 128 values of 16 bits."""
 MOVED: dict[str, Callable[[int], int]] = {
@@ -26,6 +27,8 @@ def charts(records: Records, names: Iterable[str]) -> Json:
     names = set(names)
     return {
         "speedup": speedup(records.get("gemm")) if "marlin" in names else None,
+        "products": products(records) if "marlin" in names else [],
+        "layer": layer(records.get("gemm_chain")) if "marlin" in names else [],
         "decode": decode(records.get("attention")) if "paged_attention" in names else None,
         "movement": movement(records.get("attention_movement"))
         if "paged_attention" in names
@@ -71,6 +74,51 @@ def speedup(record: Record | None) -> Json | None:
         "group_size": group,
         "shapes": [{"shape": shape, "lines": lines} for shape, lines in shapes.items()],
     }
+
+
+def products(records: Records) -> list[Json]:
+    """A line a W4A16 product: its time, and how many times those of the best INT4 peer and of
+    cuBLAS with 16-bit weights it is."""
+    lines = []
+    for name in ("gemm", "gemm_formats"):
+        cases: dict[tuple[Any, ...], dict[str, float]] = {}
+        for row in timed(records[name]) if name in records else ():
+            key = tuple(row[field] for field in ("n", "k", "m", "dtype", "group_size"))
+            cases.setdefault(key, {})[row["impl"]] = row["us"]
+        for (n, k, m, dtype, group_size), times in cases.items():
+            us = times.get("billfish")
+            if us is None:
+                continue
+            int4 = min((times[peer] for peer in INT4_PEERS if peer in times), default=None)
+            wide = times.get("cublas")
+            lines.append(
+                {
+                    "record": name,
+                    "n": n,
+                    "k": k,
+                    "m": m,
+                    "dtype": dtype,
+                    "group_size": group_size,
+                    "us": us,
+                    "over_int4": round(int4 / us, 2) if int4 else None,
+                    "over_cublas": round(wide / us, 2) if wide else None,
+                }
+            )
+    return lines
+
+
+def layer(record: Record | None) -> list[Json]:
+    """The products of a layer in a row, beside the floor of their bytes."""
+    return [
+        {
+            "case": row["case"],
+            "technique": row["technique"],
+            "us": row["us"],
+            "floor_us": row["floor_us"],
+            "over_floor": round(row["us"] / row["floor_us"], 2),
+        }
+        for row in (record.rows if record else [])
+    ]
 
 
 def decode(record: Record | None) -> Json | None:

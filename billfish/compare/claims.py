@@ -11,12 +11,11 @@ from typing import Any
 
 from billfish.compare import charts_data
 from billfish.compare.catalogue import KINDS
-from billfish.compare.charts_data import timed
+from billfish.compare.charts_data import INT4_PEERS, timed
 from billfish.compare.records import Record, Records
 
 Json = dict[str, Any]
 COUNTED = "counted"
-INT4_PEERS = ("marlin", "machete", "humming")
 
 
 def claims(

@@ -21,6 +21,7 @@ _MODEL = {"measure": str, "impl": str, "batch": float, "prompt": float, "value":
 
 FIELDS: dict[str, dict[str, type]] = {
     "gemm": {"n": float, "k": float, "m": float, "impl": str, "group_size": float},
+    "gemm_formats": {"n": float, "k": float, "m": float, "impl": str, "group_size": float},
     "ablation_gemm": _ABLATION,
     "gemm_chain": {"case": str, "technique": str, "us": float, "bytes": float, "floor_us": float},
     "attention": {"mode": str, "case": str, "heads_q": float, "heads_kv": float, "impl": str,
@@ -38,6 +39,8 @@ FIELDS: dict[str, dict[str, type]] = {
 }  # fmt: skip
 """The records that a comparison is made from, and what each of their rows must have."""
 
+MAY_BE_WRONG = ("gemm", "gemm_formats", "general")
+"""Records in whose rows a result that came out wrong has no time."""
 MAY_BE_ZERO = {"flops", "prompt", "gbps", "tflops", "floor_us"}
 
 
@@ -117,8 +120,7 @@ def checked(record: Record, source: str) -> Record:
             problem = _problem(row, key, kind)
             if problem:
                 raise RecordError(source, f"row {index}: {key} {problem}")
-        # A product that came out wrong has no time.
-        if record.name in ("gemm", "general") and "us" in row and _problem(row, "us", float):
+        if record.name in MAY_BE_WRONG and "us" in row and _problem(row, "us", float):
             raise RecordError(source, f"row {index}: us {_problem(row, 'us', float)}")
     return record
 

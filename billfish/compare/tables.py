@@ -66,6 +66,80 @@ def techniques(document: Json) -> str:
     return "\n".join([*lines, "", _source(document, "ablation_general")])
 
 
+def products(document: Json, record: str) -> str:
+    """W4A16 products, a line a weight: times, and how many times those of peers they are."""
+    found = [line for line in document["charts"]["products"] if line["record"] == record]
+    if not found:
+        return f"{NOT_YET.capitalize()}."
+    counts = sorted({line["m"] for line in found})
+    kinds = {(line["dtype"], line["group_size"]) for line in found}
+    lines = [
+        _line(["N x K", *(f"M={m}" for m in counts)]),
+        _line(["---", *["--:"] * len(counts)]),
+    ]
+    weights: dict[str, Json] = {}
+    for line in found:
+        name = f"{line['n']} x {line['k']}"
+        if len(kinds) > 1:
+            name += f", {line['dtype']}, groups of {line['group_size']}"
+        weights.setdefault(name, {})[line["m"]] = line
+    for name, by_count in weights.items():
+        lines.append(_line([name, *(_product(by_count.get(m)) for m in counts)]))
+    return "\n".join([*lines, "", _source(document, record)])
+
+
+def _product(line: Json | None) -> str:
+    if line is None:
+        return "–"
+    ratios = [line["over_int4"], line["over_cublas"]]
+    return f"{shown(line['us'])} ({', '.join('–' if r is None else f'{r:.2f}' for r in ratios)})"
+
+
+def switches(document: Json) -> str:
+    """Microseconds of W4A16 products with each technique switched off."""
+    found = document["families"]["marlin"]["techniques"]
+    found = [t for t in found if t["record"] == "ablation_gemm"]
+    with_all = {(c["group"], c["case"]): c for t in found for c in t["cases"]}
+    if not found:
+        return f"{NOT_YET.capitalize()}."
+    rows = {
+        t["name"]: {(c["group"], c["case"]): c["without_us"] for c in t["cases"]} for t in found
+    }
+    rows = {
+        "nothing": {key: case["with_us"] for key, case in with_all.items()},
+        **rows,
+        "floor: the bytes at the rate of one long read": {
+            key: case["floor_us"] for key, case in with_all.items()
+        },
+    }
+    for setting in [s for t in found for s in t["settings"]]:
+        name = f"queue of {setting['setting']} stages"
+        rows.setdefault(name, {})[setting["group"], setting["case"]] = setting["us"]
+    lines = [
+        _line(["switched off", *(" ".join(key) for key in with_all)]),
+        _line(["---", *["--:"] * len(with_all)]),
+    ]
+    for name, times in rows.items():
+        cells = (shown(times[key]) if key in times else "–" for key in with_all)
+        lines.append(_line([name, *cells]))
+    return "\n".join([*lines, "", _source(document, "ablation_gemm")])
+
+
+def layer(document: Json) -> str:
+    """The products of a layer in a row, beside the floor of their bytes."""
+    found = document["charts"]["layer"]
+    if not found:
+        return f"{NOT_YET.capitalize()}."
+    lines = [
+        _line(["case", "", "µs", "floor, µs", "times the floor"]),
+        _line(["---", "---", "--:", "--:", "--:"]),
+    ]
+    for line in found:
+        cells = [shown(line["us"]), shown(line["floor_us"]), f"{line['over_floor']:.2f}"]
+        lines.append(_line([line["case"], line["technique"], *cells]))
+    return "\n".join([*lines, "", _source(document, "gemm_chain")])
+
+
 def general(document: Json, domain: str) -> str:
     """Every case of the general kernels of a domain, beside its floor and its best peer."""
     lines = [
@@ -152,6 +226,10 @@ def _source(document: Json, name: str) -> str:
 TABLES: Mapping[str, Callable[[Json], str]] = {
     "families": families,
     "techniques": techniques,
+    "products": partial(products, record="gemm"),
+    "products of other formats": partial(products, record="gemm_formats"),
+    "products switched": switches,
+    "products of a layer": layer,
     **{f"general {domain}": partial(general, domain=domain) for domain in DOMAINS},
     "tutorial": tutorial,
     "cache": cache,

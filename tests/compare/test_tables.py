@@ -73,6 +73,56 @@ def test_blocks_beside_room_set_aside(document):
     assert cells(table)[1] == ["room for 16,384 tokens a request", "3000", "3.00x"]
 
 
+def product(impl, m, us, **changes):
+    row = {"n": 64, "k": 128, "m": m, "dtype": "float16", "group_size": 128, "impl": impl}
+    return {**row, **changes, **({} if us is None else {"us": us})}
+
+
+def test_products_beside_their_peers():
+    rows = [
+        product("billfish", 1, 2.0), product("marlin", 1, 5.0), product("humming", 1, 4.0),
+        product("cublas", 1, 3.0), product("billfish", 8, 2.5), product("marlin", 8, None),
+        product("cublas", 16, 3.0),
+    ]  # fmt: skip
+    other = {"dtype": "bfloat16", "group_size": 32}
+    formats = [product("billfish", 1, 4.0), product("billfish", 8, 4.0, **other)]
+    made = {
+        name: Record(name, "recorded", HEAD, found)
+        for name, found in (("gemm", rows), ("gemm_formats", formats))
+    }
+    document = build.comparison(made, ("marlin",), gpu=None)
+    table = tables.TABLES["products"](document)
+    assert cells(table) == [["64 x 128", "2 (2.00, 1.50)", "2.5 (–, –)"]]
+    assert cells(tables.TABLES["products of other formats"](document)) == [
+        ["64 x 128, float16, groups of 128", "4 (–, –)", "–"],
+        ["64 x 128, bfloat16, groups of 32", "–", "4 (–, –)"],
+    ]
+    assert tables.TABLES["products switched"](document) == "Not measured yet."
+    assert tables.TABLES["products of a layer"](document) == "Not measured yet."
+
+
+def test_switches_and_layers_of_products():
+    row = {"family": "marlin", "kernel": "hopper_gemm", "bytes": 64, "floor_us": 1.0}
+    times = {"all on": 2.0, "stream_k": 3.0, "deep queue": 5.0, "queue depth 4": 2.5}
+    rows = [
+        {**row, "technique": name, "setting": "off", "case": "64x128 M=1", "us": us}
+        for name, us in times.items()
+    ]
+    chain = {"case": "chain M=1", "technique": "products", "us": 3.0, "bytes": 9, "floor_us": 2.0}
+    made = {
+        name: Record(name, "recorded", HEAD, found)
+        for name, found in (("ablation_gemm", rows), ("gemm_chain", [chain]))
+    }
+    document = build.comparison(made, ("marlin",), gpu=None)
+    found = dict(cells(tables.TABLES["products switched"](document)))
+    assert found == {
+        "nothing": "2", "Stream-K": "3", "Circular queue in shared memory": "5",
+        "queue of 4 stages": "2.5", "floor: the bytes at the rate of one long read": "1",
+    }  # fmt: skip
+    layer = cells(tables.TABLES["products of a layer"](document))
+    assert layer == [["chain M=1", "products", "3", "2", "1.50"]]
+
+
 def test_claims_of_the_families(complete):
     rows = {row[0]: row[1:] for row in cells(tables.TABLES["families"](complete))}
     speed = complete["families"]["marlin"]["claims"]["performance"][0]

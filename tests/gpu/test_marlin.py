@@ -451,6 +451,79 @@ def test_round_trip_and_moves():
         assert torch.equal(back.unpack()[0], matrix.codes)
 
 
+def test_calls_on_the_same_memory():
+    """Launches are kept by addresses: other contents, shapes, dtypes and weights at the same place,
+    in calls that take turns."""
+    memory = torch.empty(64 * 1024, dtype=torch.int16, device="cuda")
+    matrices = [
+        Matrix(n, k, group_size, zero_point, dtype)
+        for n, k, group_size, zero_point, dtype in (
+            (192, 512, 128, "symmetric", torch.float16),
+            (192, 512, 128, "integer", torch.bfloat16),
+            (320, 512, 32, "offset", torch.float16),
+            (192, 1024, 128, "symmetric", torch.float16),
+        )
+    ]
+    weights = [(matrix, matrix.packed(), matrix.exact()) for matrix in matrices]
+    shapes = [(1,), (7,), (1, 7), (2, 2), (33,)]
+    for seed, (shape, (matrix, packed, exact)) in enumerate(
+        3 * list(itertools.product(shapes, weights))
+    ):
+        k = packed.k
+        x = memory.view(matrix.dtype)[: torch.Size(shape).numel() * k].view(*shape, k)
+        x.copy_(activations(x.numel() // k, k, matrix.dtype, seed).view_as(x))
+        y = marlin.w4a16_matmul(x, packed)
+        assert y.shape == (*shape, packed.n)
+        check(y.view(-1, packed.n), x.view(-1, k), exact)
+
+
+def test_calls_without_the_dispatcher_give_the_same():
+    """In inference mode, under autograd's eyes, through torch.ops and by Triton's launcher."""
+    triton = pytest.importorskip("triton")
+    matrix = Matrix(576, 1408, 64, "integer")
+    packed = matrix.packed()
+    bias, residual = activations(1, 576, torch.float16)[0], activations(5, 576, torch.float16)
+    x = activations(5, 1408, torch.float16)
+
+    def run():
+        return marlin.w4a16_matmul(x, packed, bias, residual=residual)
+
+    expected = [run() for _ in range(3)][-1]
+    with torch.inference_mode():
+        assert torch.equal(run(), expected)
+    with torch.enable_grad():
+        assert torch.equal(run(), expected)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        assert torch.equal(run(), expected)
+    seen = []
+
+    def watch(metadata):
+        seen.append(metadata)
+
+    triton.knobs.runtime.launch_enter_hook.add(watch)
+    try:
+        assert torch.equal(run(), expected)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(watch)
+    assert seen
+
+
+def test_a_device_that_is_not_the_current_one():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two NVIDIA GPUs")
+    matrix = Matrix(192, 512, 128)
+    packed, exact = matrix.packed(), matrix.exact()
+    x = activations(5, 512, torch.float16)
+    elsewhere, there = packed.to("cuda:1"), x.to("cuda:1")
+    for _ in range(3):
+        check(marlin.w4a16_matmul(x, packed), x, exact)
+        y = marlin.w4a16_matmul(there, elsewhere)
+        assert y.device == there.device
+        check(y.to("cuda:0"), x, exact)
+
+
 def test_graph_replay_with_other_inputs():
     matrix = Matrix(4096, 4096, 128)
     packed, exact = matrix.packed(), matrix.exact()

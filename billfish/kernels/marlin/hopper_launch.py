@@ -45,12 +45,14 @@ def descriptors(plan: Plan, x: Tensor, units: Tensor) -> tuple[TensorDescriptor,
     )
 
 
-FIELDS = (*(MAP_BYTES, 4, 4, 4, 4, 8, 8, 8, 8) * 2, MAP_BYTES, 4, 4, 8, 8, *(8,) * 5, *(4,) * 8)
-"""Sizes of the kernel's parameters: three tensor maps, each with its shape and strides, addresses
-(the first is number _FIRST_ADDRESS) and numbers."""
-_FIRST_ADDRESS, _ADDRESS_COUNT = 23, 5
+_DESCRIPTORS = (*(MAP_BYTES, 4, 4, 4, 4, 8, 8, 8, 8) * 2, MAP_BYTES, 4, 4, 8, 8)
+_ADDRESSES, _NUMBERS = 5, 8
+FIELDS = (*_DESCRIPTORS, *(8,) * _ADDRESSES, *(4,) * _NUMBERS)
+"""Sizes of the kernel's parameters: three tensor maps, each with its shape and strides, then
+addresses and numbers."""
 
-# Without the keywords and the dispatcher of torch.empty, of which plain memory needs neither.
+# What torch's own compiler generates calls of: torch.empty takes twice as long, most of it for
+# keywords and dispatch.
 _empty: Callable[..., Tensor] = getattr(
     torch._C._dynamo.guards, "_empty_strided_cuda", torch.empty_strided
 )
@@ -139,8 +141,8 @@ class Launch:
         for index, (start, shape, steps) in enumerate(maps):
             encoded = tensor_map(direct.kernel, index, start, shape, steps)
             arguments += [encoded, *shape, *steps]
-        arguments += [*[0] * _ADDRESS_COUNT, *p.numbers]
-        return PreparedLaunch(direct, p.division.blocks, arguments, _FIRST_ADDRESS, _ADDRESS_COUNT)
+        arguments += [*[0] * _ADDRESSES, *p.numbers]
+        return PreparedLaunch(direct, p.division.blocks, arguments, len(_DESCRIPTORS), _ADDRESSES)
 
 
 def launch(

@@ -19,7 +19,12 @@ _MAX_REGISTERS = 168  # a thread at launch; consumers take more from the produce
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How `hopper_schedule.Schedule` divides the tiles among `blocks` thread blocks."""
+    """How `hopper_schedule.Schedule` divides the tiles among `blocks` thread blocks.
+
+    tiles_n, tiles_m: tiles along the rows of W and along the tokens; steps: of 128 columns, of one
+    tile. The first `whole` tiles are dealt out whole. Of the steps of the rest every block gets
+    `share`, the first `extra` blocks one more.
+    """
 
     blocks: int
     steps: int

@@ -5,16 +5,12 @@ The technique's switch: `gpu.gelu_tanh_mul_backward(..., fused=False)`, as of `s
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from billfish.kernels._library import bad_argument, check_activation, differentiate, register
-
-_GPU = "billfish.kernels.general.gpu"
+from billfish.kernels.general._gated import gated
 
 
 def gelu_tanh_mul_reference(gate_up: Tensor) -> Tensor:
@@ -38,38 +34,7 @@ def _cpu(gate_up: Tensor) -> Tensor:
     return functional.gelu(wide, approximate="tanh").mul_(up).to(gate_up.dtype)
 
 
-def _backward_cpu(dy: Tensor, gate_up: Tensor) -> Tensor:
-    return gelu_tanh_mul_backward_reference(dy.float(), gate_up.float()).to(gate_up.dtype)
-
-
-def _backward_fake(dy: Tensor, gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty(gate_up.shape)
-
-
-def _fake(gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
-
-
-_gelu_tanh_mul: Callable[..., Tensor] = register(
-    "gelu_tanh_mul(Tensor gate_up) -> Tensor", fake=_fake, cpu=_cpu, gpu=_GPU
-)
-_gelu_tanh_mul_backward: Callable[..., Tensor] = register(
-    "gelu_tanh_mul_backward(Tensor dy, Tensor gate_up) -> Tensor",
-    fake=_backward_fake,
-    cpu=_backward_cpu,
-    gpu=_GPU,
-)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, dy: Tensor) -> Tensor:
-    return _gelu_tanh_mul_backward(dy, *ctx.saved_tensors)
-
-
-differentiate("gelu_tanh_mul", _save, _backward)
+_gelu_tanh_mul = gated("gelu_tanh_mul", _cpu, gelu_tanh_mul_backward_reference)
 
 
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
@@ -81,7 +46,4 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
 
     Raises KernelArgumentError: dtype or device is wrong, the last dimension is odd or empty.
     """
-    check_activation("gate_up", gate_up)
-    if gate_up.dim() == 0 or gate_up.shape[-1] % 2 or gate_up.shape[-1] == 0:
-        raise bad_argument("gate_up", tuple(gate_up.shape), "[..., 2 * I]")
     return _gelu_tanh_mul(gate_up)

@@ -4,16 +4,11 @@ The technique's switch: `gpu.silu_mul_backward(..., fused=False)` computes the g
 and of what it gates in two passes over the same memory.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from billfish.kernels._library import bad_argument, check_activation, differentiate, register
-
-_GPU = "billfish.kernels.general.gpu"
+from billfish.kernels.general._gated import gated
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
@@ -34,38 +29,7 @@ def _cpu(gate_up: Tensor) -> Tensor:
     return functional.silu(gate.float(), inplace=True).mul_(up).to(gate_up.dtype).contiguous()
 
 
-def _backward_cpu(dy: Tensor, gate_up: Tensor) -> Tensor:
-    return silu_mul_backward_reference(dy.float(), gate_up.float()).to(gate_up.dtype)
-
-
-def _backward_fake(dy: Tensor, gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty(gate_up.shape)
-
-
-def _fake(gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
-
-
-_silu_mul: Callable[..., Tensor] = register(
-    "silu_mul(Tensor gate_up) -> Tensor", fake=_fake, cpu=_cpu, gpu=_GPU
-)
-_silu_mul_backward: Callable[..., Tensor] = register(
-    "silu_mul_backward(Tensor dy, Tensor gate_up) -> Tensor",
-    fake=_backward_fake,
-    cpu=_backward_cpu,
-    gpu=_GPU,
-)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, dy: Tensor) -> Tensor:
-    return _silu_mul_backward(dy, *ctx.saved_tensors)
-
-
-differentiate("silu_mul", _save, _backward)
+_silu_mul = gated("silu_mul", _cpu, silu_mul_backward_reference)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -76,7 +40,4 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
     Raises KernelArgumentError: dtype or device is wrong, the last dimension is odd or empty.
     """
-    check_activation("gate_up", gate_up)
-    if gate_up.dim() == 0 or gate_up.shape[-1] % 2 or gate_up.shape[-1] == 0:
-        raise bad_argument("gate_up", tuple(gate_up.shape), "[..., 2 * I]")
     return _silu_mul(gate_up)

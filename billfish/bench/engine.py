@@ -7,6 +7,9 @@
     output_tok_s  output tokens of all requests / time from their arrival to the last token
     start_s       from the start of a process to its first token, nothing compiled and all compiled
 
+"throughput" is many requests at once; "cache" the same in a cache of blocks and with room set aside
+for each request (--reserve-tokens), in memory of so many blocks (--cache-blocks).
+
 Requests generate greedily, and as many tokens as they are asked for. The engine overlaps steps with
 planning, as it does when it serves; --plain does not.
 """
@@ -33,6 +36,7 @@ from billfish.errors import ConfigError
 from billfish.models import random_weights
 from billfish.sampling_params import SamplingParams
 from billfish.worker import device
+from billfish.worker.device_runner import DeviceRunner
 from billfish.worker.start import Setting, Started, start
 
 DECODE = ((1, 512), (8, 512), (32, 512), (64, 512), (128, 512), (256, 512), (32, 8192))
@@ -61,23 +65,16 @@ class Served:
         self.count += 1
 
 
-def serve(options: argparse.Namespace, **scheduler: Any) -> Served:
+def serve(options: argparse.Namespace) -> Served:
     config = random_weights.shape(options.model)
     dtype = getattr(torch, options.dtype)
     where = device.choose(options.device, dtype)
-    settings = SchedulerConfig(
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_model_len=min(options.max_model_len, config.context_length),
-        reserve_tokens=options.reserve_tokens,
-        **scheduler,
-    )
     int4 = options.weights == "int4"
-    cache = CacheConfig(num_blocks=options.num_blocks, prefix_caching=False)
     setting = Setting(
-        config=config, dtype=dtype, device=where, cache=cache, scheduler=settings,
-        vocab_size=config.vocab_size, int4=int4, graphs=not options.eager,
-        head=options.head,
+        config=config, dtype=dtype, device=where,
+        cache=CacheConfig(num_blocks=options.num_blocks, prefix_caching=False),
+        scheduler=settings(options, options.reserve_tokens), vocab_size=config.vocab_size,
+        int4=int4, graphs=not options.eager, head=options.head,
     )  # fmt: skip
     started = start(
         setting,
@@ -85,13 +82,32 @@ def serve(options: argparse.Namespace, **scheduler: Any) -> Served:
             config, dtype=dtype, device=where, max_len=most, int4=int4
         ),
     )
+    return over(started, options, options.reserve_tokens, started.num_blocks)
+
+
+def settings(options: argparse.Namespace, reserve_tokens: int | None) -> SchedulerConfig:
+    context = random_weights.shape(options.model).context_length
+    return SchedulerConfig(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=min(options.max_model_len, context),
+        reserve_tokens=reserve_tokens,
+    )
+
+
+def over(
+    started: Started, options: argparse.Namespace, reserve_tokens: int | None, num_blocks: int
+) -> Served:
+    """A new engine over a model that is there, with so many of its blocks."""
+    runner, vocab_size = started.executor, random_weights.shape(options.model).vocab_size
     engine = Engine(
-        started.executor, num_blocks=started.num_blocks, block_size=cache.block_size,
-        vocab_size=config.vocab_size, max_model_len=started.max_model_len, eos_token_ids=(),
-        token_bytes=lambda token: b" token", scheduler=settings, prefix_caching=False,
-        overlap=where.type == "cuda" and not options.plain, seed=0,
+        runner, num_blocks=num_blocks, block_size=CacheConfig().block_size,
+        vocab_size=vocab_size, max_model_len=started.max_model_len, eos_token_ids=(),
+        token_bytes=lambda token: b" token", scheduler=settings(options, reserve_tokens),
+        prefix_caching=False, overlap=isinstance(runner, DeviceRunner) and not options.plain,
+        seed=0,
     )  # fmt: skip
-    return Served(started, engine, config.vocab_size)
+    return Served(started, engine, vocab_size)
 
 
 def decode(served: Served, batch: int, prompt: int, output: int = 128) -> float:
@@ -118,15 +134,16 @@ def prefill(served: Served, batch: int, prompt: int) -> float:
     return (last - begin) * 1e3
 
 
-def throughput(served: Served, lengths: list[tuple[int, int]]) -> float:
-    """Output tokens a second of requests that all come at once."""
+def throughput(served: Served, lengths: list[tuple[int, int]]) -> tuple[float, float]:
+    """(output tokens a second, mean seconds of a request) of requests that all come at once."""
     for prompt, output in lengths:
         served.add(prompt, output)
-    begin = last = time.perf_counter()
+    begin = time.perf_counter()
+    seconds: list[float] = []
     while served.engine.has_unfinished:
-        if served.engine.step():
-            last = time.perf_counter()
-    return sum(output for _, output in lengths) / (last - begin)
+        finished = sum(output.finished for output in served.engine.step())
+        seconds += [time.perf_counter() - begin] * finished
+    return sum(output for _, output in lengths) / seconds[-1], statistics.fmean(seconds)
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -137,7 +154,9 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     starts = start_seconds(options) if "start" in measures else []
     served = serve(options)
 
-    def row(measure: str, batch: int, prompt: int, output: int, values: list[float]) -> None:
+    def row(
+        measure: str, batch: int, prompt: int, output: int, values: list[float], **more: Any
+    ) -> None:
         value, spread = statistics.median(values), max(values) - min(values)
         rows.append({
             "model": options.model, "weights": options.weights, "head": options.head,
@@ -145,7 +164,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             "impl": "billfish", "measure": measure, "batch": batch, "prompt": prompt,
             "output": output, "reserve_tokens": options.reserve_tokens,
             "num_blocks": served.started.num_blocks, "value": round(value, 3),
-            "spread": round(spread, 3),
+            "spread": round(spread, 3), **more,
         })  # fmt: skip
         print(f"{measure:14} batch {batch:4} prompt {prompt:5} {value:12.3f}  "
               f"spread {spread:.3f}", flush=True)  # fmt: skip
@@ -155,8 +174,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         inside = time.perf_counter() - began
         print(READY + json.dumps({**served.started.seconds, "all but imports": inside}), flush=True)
     for kind, (seconds, phases) in zip(("cold", "warm"), starts, strict=False):
-        row("start_s", 1, 64, 1, [seconds])
-        rows[-1] |= {"compiled": kind, "phases": phases}
+        row("start_s", 1, 64, 1, [seconds], compiled=kind, phases=phases)
     if "decode" in measures:
         for batch, prompt in DECODE:
             if batch <= options.max_num_seqs and str(batch) in options.batches.split(","):
@@ -168,13 +186,34 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             prefill(served, batch, prompt)
             values = [prefill(served, batch, prompt) for _ in range(options.rounds)]
             row("prefill_ms", batch, prompt, 1, values)
-    if "throughput" in measures:
+    for reserve, blocks in _caches(options, measures, served.started.num_blocks):
         lengths = read_lengths(options.lengths) if options.lengths else draw_lengths()
         prompts, outputs = (sum(pair[i] for pair in lengths) for i in (0, 1))
-        value = throughput(served, lengths)
-        row("output_tok_s", len(lengths), prompts, outputs, [value])
-        print(served.engine.stats(), flush=True)
+        again = over(served.started, options, reserve, blocks)
+        value, mean = throughput(again, lengths)
+        row(
+            "output_tok_s", len(lengths), prompts, outputs, [value], reserve_tokens=reserve,
+            num_blocks=blocks, requests_s=round(value * len(lengths) / outputs, 3),
+            mean_request_s=round(mean, 3),
+        )  # fmt: skip
+        print(again.engine.stats(), flush=True)
     return rows
+
+
+def _caches(
+    options: argparse.Namespace, measures: list[str], num_blocks: int
+) -> list[tuple[int | None, int]]:
+    """(tokens set aside for each request, blocks in all) for which many requests are measured."""
+    found: list[tuple[int | None, int]] = []
+    if "throughput" in measures:
+        found.append((options.reserve_tokens, num_blocks))
+    if "cache" in measures:
+        for count in options.cache_blocks.split(","):
+            blocks = num_blocks if count == "all" else int(count)
+            if blocks > num_blocks:
+                raise ConfigError(f"--cache-blocks: there are {num_blocks}, got {blocks}")
+            found += [(None, blocks), (options.reserve_tokens or options.max_model_len, blocks)]
+    return found
 
 
 def read_lengths(path: str) -> list[tuple[int, int]]:
@@ -238,7 +277,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--head", choices=("int8", "int4"), help="without: as activations")
     cli.add_argument("--dtype", default="bfloat16")
     cli.add_argument("--device", default="auto")
-    cli.add_argument("--measure", default="decode,prefill", help="also throughput, start")
+    cli.add_argument("--measure", default="decode,prefill", help="also throughput, cache, start")
     cli.add_argument("--batches", default="1,8,32,64,128,256")
     cli.add_argument(
         "--lengths",
@@ -251,6 +290,9 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--num-blocks", type=int)
     cli.add_argument(
         "--reserve-tokens", type=int, help="room set aside for each request, as without blocks"
+    )
+    cli.add_argument(
+        "--cache-blocks", default="all", help='of "cache": "all", or fewer; or several: "all,4096"'
     )
     cli.add_argument("--keep", action="store_true", help="keep the rows that the file has")
     cli.add_argument("--eager", action="store_true", help="without graphs")

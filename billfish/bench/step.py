@@ -1,6 +1,7 @@
 """Where the time of a decode step goes: each kernel's time, bytes, FLOPs and floor on this GPU.
 
     billfish bench step --model llama-3-8b --weights int4 --batch 32 --context 512
+    billfish bench step --batch 1,32,256 --out benchmarks/step.json
 
 Kernels of a step overlap: the next one starts and loads its weights while the last one ends. So the
 time of a kernel is what it adds: from the end of the one before, or its own start if that is later,
@@ -242,29 +243,31 @@ def main(arguments: list[str]) -> None:
 
     cli = bench_engine.parser()
     cli.prog, cli.description = "billfish bench step", __doc__
-    cli.add_argument("--batch", type=int, default=1)
+    cli.add_argument("--batch", default="1", help="requests that decode; or several: 1,32,256")
     cli.add_argument("--context", type=int, default=512, help="tokens of each prompt")
     options = cli.parse_args(arguments)
     if not torch.cuda.is_available():
         raise ConfigError("bench step measures a GPU, and this machine has none")
-    options.max_num_seqs = max(options.batch, 1)
+    batches = [int(batch) for batch in options.batch.split(",")]
+    options.max_num_seqs = max(batches)
+    head = record.environment("billfish bench step " + " ".join(arguments))
     served = bench_engine.serve(options)
     bandwidth, rate = ceilings()
-    kernels, wall = measure(served, options.batch, options.context)
+    head |= {"bandwidth": bandwidth, "rate": rate}
+    print(f"this GPU copies {bandwidth / 1e12:.2f} TB/s and multiplies {rate / 1e12:.0f} TFLOP/s")
     config = bench_engine.random_weights.shape(options.model)
     int4 = options.weights == "int4"
-    parts = parts_of(kernels, config, options.batch, options.context, int4=int4)
-    rows, text = table(parts, wall, bandwidth, rate)
-    print(
-        f"{options.model}, {options.weights}, {options.batch} x {options.context} tokens; this GPU "
-        f"copies {bandwidth / 1e12:.2f} TB/s and multiplies {rate / 1e12:.0f} TFLOP/s"
-    )
-    print(text)
-    if options.out:
-        command = "billfish bench step " + " ".join(arguments)
-        case = {"model": options.model, "weights": options.weights, "batch": options.batch,
+    found: list[dict[str, Any]] = []
+    for batch in batches:
+        kernels, wall = measure(served, batch, options.context)
+        parts = parts_of(kernels, config, batch, options.context, int4=int4)
+        rows, text = table(parts, wall, bandwidth, rate)
+        print(f"{options.model}, {options.weights}, {batch} x {options.context} tokens\n{text}")
+        case = {"model": options.model, "weights": options.weights, "batch": batch,
                 "context": options.context}  # fmt: skip
-        record.write(options.out, record.environment(command), [case | row for row in rows])
+        found += [case | row for row in rows]
+        if options.out:
+            record.write(options.out, head, found)
 
 
 if __name__ == "__main__":

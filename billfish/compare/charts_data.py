@@ -165,19 +165,23 @@ def cache(record: Record | None) -> Json | None:
     if record is None:
         return None
     rows = [r for r in record.rows if r["measure"] == "output_tok_s" and r["impl"] == "billfish"]
-    paged = [r for r in rows if r.get("reserve_tokens") is None]
-    whole = [r for r in rows if r.get("reserve_tokens") is not None]
-    if not paged or not whole:
+    # Of one memory, so many blocks, both are measured.
+    paged = {r.get("num_blocks"): r["value"] for r in rows if r.get("reserve_tokens") is None}
+    whole = [
+        r for r in rows if r.get("reserve_tokens") is not None and r.get("num_blocks") in paged
+    ]
+    if not whole:
         return None
     return {
         "record": "engine_cache",
         "origin": record.origin,
-        "paged_tok_s": paged[0]["value"],
         "contiguous": [
             {
+                "blocks": r.get("num_blocks"),
+                "paged_tok_s": paged[r.get("num_blocks")],
                 "reserve_tokens": r["reserve_tokens"],
                 "tok_s": r["value"],
-                "ratio": round(paged[0]["value"] / r["value"], 2),
+                "ratio": round(paged[r.get("num_blocks")] / r["value"], 2),
             }
             for r in whole
         ],

@@ -188,8 +188,9 @@ def _memory(picture: Json, cache: Json | None, href: Href) -> str:
         speed = f"Output tokens a second of a whole model on a GPU, both ways: {NOT_YET}."
     else:
         speed = "Output tokens a second of a whole model: " + "; ".join(
-            f"{number(cache['paged_tok_s'])} with blocks, {number(c['tok_s'])} with room for "
+            f"{number(c['paged_tok_s'])} with blocks, {number(c['tok_s'])} with room for "
             f"{number(c['reserve_tokens'])} tokens a request, {number(c['ratio'], 'x')}"
+            + (f" (in {number(c['blocks'])} blocks)" if c["blocks"] else "")
             for c in cache["contiguous"]
         )
     return figure(

@@ -189,15 +189,16 @@ def cache(document: Json) -> str:
     """Output tokens a second of a whole model: with blocks, and with room set aside."""
     found = document["charts"]["cache"]
     lines = [
-        _line(["KV memory", "output tokens/s", "blocks over it"]),
-        _line(["---", "--:", "--:"]),
+        _line(["KV blocks in all", "room set aside", "output tokens/s so", "with blocks", "ratio"]),
+        _line(["--:"] * 5),
     ]
     if found is None:
-        return "\n".join([*lines, _line(["blocks", NOT_YET, ""])])
-    lines.append(_line(["blocks", shown(found["paged_tok_s"]), ""]))
+        return "\n".join([*lines, _line([NOT_YET, *[""] * 4])])
     for whole in found["contiguous"]:
-        room = f"room for {shown(whole['reserve_tokens'])} tokens a request"
-        lines.append(_line([room, shown(whole["tok_s"]), f"{shown(whole['ratio'], 'x')}x"]))
+        blocks = shown(whole["blocks"]) if whole["blocks"] else ""
+        room = f"{shown(whole['reserve_tokens'])} tokens a request"
+        speeds = [shown(whole["tok_s"]), shown(whole["paged_tok_s"])]
+        lines.append(_line([blocks, room, *speeds, f"{shown(whole['ratio'], 'x')}x"]))
     return "\n".join([*lines, "", _source(document, "engine_cache")])
 
 

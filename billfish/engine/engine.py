@@ -124,6 +124,12 @@ class Engine:
             raise ConfigError(
                 f"eos_token_ids must be in 0..{vocab_size - 1}, got {sorted(eos_token_ids)}"
             )
+        reserved, slots = scheduler.reserve_tokens or 0, num_blocks * block_size
+        if reserved > slots:
+            raise ConfigError(
+                f"reserve_tokens sets aside {reserved} tokens for a request, and the KV cache "
+                f"holds {slots}: nothing would ever start"
+            )
         self.max_model_len = min(max_model_len, scheduler.max_model_len or max_model_len)
         self._executor = executor
         self._pool = BlockPool(num_blocks, block_size)

@@ -66,11 +66,20 @@ def test_steps_of_the_tutorial(complete):
 def test_blocks_beside_room_set_aside(document):
     assert "not recorded" not in tables.TABLES["cache"](document) or not document["charts"]["cache"]
     row = {"measure": "output_tok_s", "impl": "billfish", "batch": 256, "prompt": 512}
-    rows = [{**row, "value": 9000.0}, {**row, "value": 3000.0, "reserve_tokens": 16384}]
+    rows = [
+        {**row, "num_blocks": blocks, "reserve_tokens": reserve, "value": value}
+        for blocks, reserve, value in (
+            (60000, None, 9000.0), (60000, 16384, 6000.0), (16384, None, 8000.0),
+            (16384, 16384, 2000.0), (512, 16384, 1.0),
+        )
+    ]  # fmt: skip
     made = {"engine_cache": Record("engine_cache", "recorded", HEAD, rows)}
     table = tables.TABLES["cache"](build.comparison(made, ("paged_attention",), gpu=None))
-    assert cells(table)[0][:2] == ["blocks", "9000"]
-    assert cells(table)[1] == ["room for 16,384 tokens a request", "3000", "3.00x"]
+    room = "16,384 tokens a request"
+    assert cells(table) == [
+        ["60,000", room, "6000", "9000", "1.50x"],
+        ["16,384", room, "2000", "8000", "4.00x"],
+    ]
 
 
 def product(impl, m, us, **changes):

@@ -1,6 +1,7 @@
 import pytest
 
 from billfish.engine.plan import StepPlan, StepResult, Work
+from billfish.errors import ConfigError
 from billfish.sampling_params import SamplingParams
 from tests.engine.fake_worker import (
     FakeWorker,
@@ -269,6 +270,8 @@ def test_room_set_aside_for_the_longest():
         if reserve is not None:
             assert engine.stats().preemptions == 0
     assert outputs[0] == outputs[1]
+    with pytest.raises(ConfigError, match="97 tokens for a request, and the KV cache holds 96"):
+        make_engine(num_blocks=24, block_size=4, reserve_tokens=97)
 
 
 @pytest.mark.parametrize("num_blocks", [200, 20])

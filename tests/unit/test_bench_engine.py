@@ -21,6 +21,15 @@ def test_lengths_are_the_same_everywhere(tmp_path):
         assert engine.read_lengths(str(path)) == lengths
 
 
+def test_caches_with_and_without_blocks_are_measured_in_the_same_memory():
+    options = engine.parser().parse_args(["--cache-blocks", "all,128", "--max-model-len", "512"])
+    found = engine._caches(options, ["throughput", "cache"], 600)
+    assert found == [(None, 600), (None, 600), (512, 600), (None, 128), (512, 128)]
+    assert engine._caches(options, ["decode"], 600) == []
+    with pytest.raises(ConfigError, match="there are 100, got 128"):
+        engine._caches(options, ["cache"], 100)
+
+
 def test_rows_are_kept_of_the_same_device_and_commit(tmp_path):
     path = tmp_path / "engine.json"
     assert engine._kept(str(path), HEAD) == []

@@ -1,6 +1,8 @@
 """Cases of `billfish bench general`: training and inference of models."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -17,19 +19,19 @@ DOMAIN = "training"
 def cases() -> list[Case]:
     half = torch.bfloat16
     return [
-        rms_norm(8192, 4096, half),
-        rms_norm(16384, 8192, half),
+        RMS_NORM.forward(8192, 4096, half),
+        RMS_NORM.forward(16384, 8192, half),
         add_rms_norm(8192, 4096, half),
-        layer_norm(8192, 4096, half),
-        rms_norm_gradient(8192, 4096, half),
-        layer_norm_gradient(8192, 4096, half),
-        softmax(8192, 4096, half),
-        softmax(2048, 128256, half),
-        softmax_gradient(8192, 4096, half),
-        silu_mul(8192, 14336, half),
-        gelu_tanh_mul(8192, 14336, half),
-        silu_mul_gradient(8192, 14336, half),
-        gelu_tanh_mul_gradient(8192, 14336, half),
+        LAYER_NORM.forward(8192, 4096, half),
+        RMS_NORM.gradient(8192, 4096, half),
+        LAYER_NORM.gradient(8192, 4096, half),
+        SOFTMAX.forward(8192, 4096, half),
+        replace(SOFTMAX.forward(2048, 128256, half), settings={}),  # too long for registers
+        SOFTMAX.gradient(8192, 4096, half),
+        SILU_MUL.forward(8192, 14336, half),
+        GELU_TANH_MUL.forward(8192, 14336, half),
+        SILU_MUL.gradient(8192, 14336, half),
+        GELU_TANH_MUL.gradient(8192, 14336, half),
         rotary_embedding(8192, 32, 8, 128, half),
         cross_entropy(4096, 128256, half),
         linear_cross_entropy(8192, 4096, 128256, None, half),
@@ -43,17 +45,17 @@ def cases() -> list[Case]:
 def tiny() -> list[Case]:
     single = torch.float32
     return [
-        rms_norm(5, 40, single),
+        RMS_NORM.forward(5, 40, single),
         add_rms_norm(5, 40, single),
-        layer_norm(5, 40, single),
-        rms_norm_gradient(5, 40, single),
-        layer_norm_gradient(5, 40, single),
-        softmax(5, 40, single),
-        softmax_gradient(5, 40, single),
-        silu_mul(5, 40, single),
-        gelu_tanh_mul(5, 40, single),
-        silu_mul_gradient(5, 40, single),
-        gelu_tanh_mul_gradient(5, 40, single),
+        LAYER_NORM.forward(5, 40, single),
+        RMS_NORM.gradient(5, 40, single),
+        LAYER_NORM.gradient(5, 40, single),
+        SOFTMAX.forward(5, 40, single),
+        SOFTMAX.gradient(5, 40, single),
+        SILU_MUL.forward(5, 40, single),
+        GELU_TANH_MUL.forward(5, 40, single),
+        SILU_MUL.gradient(5, 40, single),
+        GELU_TANH_MUL.gradient(5, 40, single),
         rotary_embedding(5, 4, 2, 16, single),
         cross_entropy(6, 70, single),
         linear_cross_entropy(7, 16, 60, 3, single),
@@ -114,6 +116,55 @@ def _torch_peers(function: Function, gradients: bool = False) -> dict[str, Funct
     return {n: with_gradients(f) for n, f in peers.items()} if gradients else peers
 
 
+@dataclass(frozen=True)
+class Operation:
+    """Of x [rows, parts * size] and `weights` vectors [size], with derivatives; y is [rows, size].
+
+    exact: its reference. by_torch: in torch's operators. by_liger: (module, *inputs). off: by
+    technique, (*inputs) -> y without it; gradient_off: (*inputs, dy) -> y and the gradients. loose:
+    the error of gradients in 16 bits that is right, where they are sums of what cancels.
+    """
+
+    kernel: str
+    run: Function
+    exact: Function
+    by_torch: Function
+    by_liger: Function
+    off: Mapping[str, Function]
+    gradient_off: Mapping[str, Function]
+    weights: int = 0
+    parts: int = 1
+    loose: float | None = None
+
+    def forward(self, rows: int, size: int, dtype: torch.dtype) -> Case:
+        moved = rows * size * dtype.itemsize
+        return Case(
+            domain=DOMAIN, kernel=self.kernel, size=f"{rows} x {size}", dtype=dtype,
+            draw=_drawn(*self._shapes(rows, size), dtype=dtype), run=self.run,
+            reference=wide(self.exact), read=self.parts * moved, written=moved,
+            peers=_torch_peers(self.by_torch) | {"liger": with_liger(self.by_liger)},
+            settings={technique: {"off": call} for technique, call in self.off.items()},
+        )  # fmt: skip
+
+    def gradient(self, rows: int, size: int, dtype: torch.dtype) -> Case:
+        """Forward and backward: x is read for both, and dy."""
+        moved = rows * size * dtype.itemsize
+        shapes = self._shapes(rows, size)
+        return Case(
+            domain=DOMAIN, kernel=f"{self.kernel} fwd+bwd", size=f"{rows} x {size}", dtype=dtype,
+            draw=_drawn(*shapes, (rows, size), dtype=dtype, grads=len(shapes)),
+            run=with_gradients(self.run), reference=with_gradients(self.exact, wide=True),
+            read=(2 * self.parts + 1) * moved, written=(self.parts + 1) * moved,
+            peers=_torch_peers(self.by_torch, gradients=True)
+            | {"liger": with_gradients(with_liger(self.by_liger))},
+            settings={technique: {"off": call} for technique, call in self.gradient_off.items()},
+            tolerance=self.loose if dtype.itemsize == 2 else None,
+        )  # fmt: skip
+
+    def _shapes(self, rows: int, size: int) -> list[tuple[int, ...]]:
+        return [(rows, self.parts * size), *[(size,)] * self.weights]
+
+
 EPS = 1e-5
 
 
@@ -125,16 +176,35 @@ def _rms_exact(x: Tensor, weight: Tensor) -> Tensor:
     return general.rms_norm_reference(x, weight, EPS)
 
 
-def rms_norm(rows: int, size: int, dtype: torch.dtype) -> Case:
-    moved = rows * size * dtype.itemsize
-    return Case(
-        domain=DOMAIN, kernel="rms_norm", size=f"{rows} x {size}", dtype=dtype,
-        draw=_drawn((rows, size), (size,), dtype=dtype),
-        run=lambda x, w: general.rms_norm(x, w, EPS), reference=wide(_rms_exact),
-        read=moved, written=moved,
-        peers=_torch_peers(_rms)
-        | {"liger": with_liger(lambda f, x, w: f.liger_rms_norm(x, w, EPS))},
-    )  # fmt: skip
+def _two_passes(centre: bool) -> Function:
+    """Forward, then the gradients of x and of the weights in passes of their own."""
+
+    def call(x: Tensor, weight: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        from billfish.kernels.general import layer_norm_gpu
+
+        *bias, dy = rest
+        if centre:
+            out = general.layer_norm(x, weight, bias[0], EPS)
+        else:
+            out = general.rms_norm(x, weight, EPS)
+        grads = layer_norm_gpu.norm_backward(dy, x, weight, EPS, centre, fused=False)
+        return out, *grads[: 3 if centre else 2]
+
+    return call
+
+
+RMS_NORM = Operation(
+    "rms_norm", lambda x, w: general.rms_norm(x, w, EPS), _rms_exact, _rms,
+    lambda f, x, w: f.liger_rms_norm(x, w, EPS, in_place=False),
+    {}, {"gradients in one pass": _two_passes(False)}, weights=1,
+)  # fmt: skip
+LAYER_NORM = Operation(
+    "layer_norm", lambda x, w, b: general.layer_norm(x, w, b, EPS),
+    lambda x, w, b: general.layer_norm_reference(x, w, b, EPS),
+    lambda x, w, b: functional.layer_norm(x, w.shape, w, b, EPS),
+    lambda f, x, w, b: f.liger_layer_norm(x, w, b, EPS),
+    {}, {"gradients in one pass": _two_passes(True)}, weights=2,
+)  # fmt: skip
 
 
 def add_rms_norm(rows: int, size: int, dtype: torch.dtype) -> Case:
@@ -157,165 +227,48 @@ def add_rms_norm(rows: int, size: int, dtype: torch.dtype) -> Case:
     )  # fmt: skip
 
 
-def layer_norm(rows: int, size: int, dtype: torch.dtype) -> Case:
-    moved = rows * size * dtype.itemsize
-    return Case(
-        domain=DOMAIN, kernel="layer_norm", size=f"{rows} x {size}", dtype=dtype,
-        draw=_drawn((rows, size), (size,), (size,), dtype=dtype),
-        run=general.layer_norm, read=moved, written=moved,
-        reference=wide(lambda x, w, b: general.layer_norm_reference(x, w, b, EPS)),
-        peers=_torch_peers(lambda x, w, b: functional.layer_norm(x, w.shape, w, b, EPS))
-        | {"liger": with_liger(lambda f, x, w, b: f.liger_layer_norm(x, w, b, EPS))},
-    )  # fmt: skip
+def _read_twice(x: Tensor) -> Tensor:
+    from billfish.kernels.general import softmax_gpu
+
+    return softmax_gpu.softmax(x, resident=False)
 
 
-def _two_passes(centre: bool) -> Function:
-    """Forward, then the gradients of x and of the weights in passes of their own."""
+def _read_twice_gradient(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    from billfish.kernels.general import softmax_gpu
 
-    def call(x: Tensor, weight: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        from billfish.kernels.general import layer_norm_gpu
-
-        *bias, dy = rest
-        if centre:
-            out = general.layer_norm(x, weight, bias[0], EPS)
-        else:
-            out = general.rms_norm(x, weight, EPS)
-        grads = layer_norm_gpu.norm_backward(dy, x, weight, EPS, centre, fused=False)
-        return out, *grads[: 3 if centre else 2]
-
-    return call
+    y = softmax_gpu.softmax(x, resident=False)
+    return y, softmax_gpu.softmax_backward(dy, y, resident=False)
 
 
-def rms_norm_gradient(rows: int, size: int, dtype: torch.dtype) -> Case:
-    moved = rows * size * dtype.itemsize
-    return Case(
-        domain=DOMAIN, kernel="rms_norm fwd+bwd", size=f"{rows} x {size}", dtype=dtype,
-        draw=_drawn((rows, size), (size,), (rows, size), dtype=dtype, grads=2),
-        run=with_gradients(lambda x, w: general.rms_norm(x, w, EPS)),
-        reference=with_gradients(_rms_exact, wide=True), read=3 * moved, written=2 * moved,
-        peers=_torch_peers(_rms, gradients=True) | {"liger": with_gradients(with_liger(
-            lambda f, x, w: f.liger_rms_norm(x, w, EPS, in_place=False)))},
-        settings={"gradients in one pass": {"off": _two_passes(False)}},
-    )  # fmt: skip
+SOFTMAX = Operation(
+    "softmax", general.softmax, general.softmax_reference, lambda x: x.softmax(-1),
+    lambda f, x: f.liger_softmax(x),
+    {"row in registers": _read_twice}, {"row in registers": _read_twice_gradient}, loose=2e-2,
+)  # fmt: skip
 
 
-def layer_norm_gradient(rows: int, size: int, dtype: torch.dtype) -> Case:
-    moved = rows * size * dtype.itemsize
-    return Case(
-        domain=DOMAIN, kernel="layer_norm fwd+bwd", size=f"{rows} x {size}", dtype=dtype,
-        draw=_drawn((rows, size), (size,), (size,), (rows, size), dtype=dtype, grads=3),
-        run=with_gradients(lambda x, w, b: general.layer_norm(x, w, b, EPS)),
-        reference=with_gradients(
-            lambda x, w, b: general.layer_norm_reference(x, w, b, EPS), wide=True),
-        read=3 * moved, written=2 * moved,
-        peers=_torch_peers(
-            lambda x, w, b: functional.layer_norm(x, w.shape, w, b, EPS), gradients=True,
-        ) | {"liger": with_gradients(with_liger(
-            lambda f, x, w, b: f.liger_layer_norm(x, w, b, EPS)))},
-        settings={"gradients in one pass": {"off": _two_passes(True)}},
-    )  # fmt: skip
-
-
-def softmax(rows: int, n: int, dtype: torch.dtype) -> Case:
-    def off(x: Tensor) -> Tensor:
-        from billfish.kernels.general import softmax_gpu
-
-        return softmax_gpu.softmax(x, resident=False)
-
-    moved = rows * n * dtype.itemsize
-    return Case(
-        domain=DOMAIN, kernel="softmax", size=f"{rows} x {n}", dtype=dtype,
-        draw=_drawn((rows, n), dtype=dtype), run=general.softmax,
-        reference=wide(general.softmax_reference), read=moved, written=moved,
-        peers=_torch_peers(lambda x: x.softmax(-1))
-        | {"liger": with_liger(lambda f, x: f.liger_softmax(x))},
-        settings={"row in registers": {"off": off}} if n <= 16384 else {},
-    )  # fmt: skip
-
-
-def softmax_gradient(rows: int, n: int, dtype: torch.dtype) -> Case:
-    def off(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        from billfish.kernels.general import softmax_gpu
-
-        y = softmax_gpu.softmax(x, resident=False)
-        return y, softmax_gpu.softmax_backward(dy, y, resident=False)
-
-    moved = rows * n * dtype.itemsize
-    return Case(
-        domain=DOMAIN, kernel="softmax fwd+bwd", size=f"{rows} x {n}", dtype=dtype,
-        draw=_drawn((rows, n), (rows, n), dtype=dtype, grads=1),
-        run=with_gradients(general.softmax),
-        reference=with_gradients(general.softmax_reference, wide=True),
-        read=3 * moved, written=2 * moved,
-        peers=_torch_peers(lambda x: x.softmax(-1), gradients=True)
-        | {"liger": with_gradients(with_liger(lambda f, x: f.liger_softmax(x)))},
-        settings={"row in registers": {"off": off}},
-        tolerance=2e-2 if dtype.itemsize == 2 else None,
-    )  # fmt: skip
-
-
-def _gated(kernel: str, run: Function, exact: Function, chain: Function, liger: str,
-           rows: int, size: int, dtype: torch.dtype) -> Case:  # fmt: skip
-    moved = rows * size * dtype.itemsize
-    return Case(
-        domain=DOMAIN, kernel=kernel, size=f"{rows} x {size}", dtype=dtype,
-        draw=_drawn((rows, 2 * size), dtype=dtype), run=run, reference=wide(exact),
-        read=2 * moved, written=moved,
-        peers=_torch_peers(chain)
-        | {"liger": with_liger(lambda f, x: getattr(f, liger)(*x.chunk(2, -1)))},
-        settings={"fused": {"off": chain}},
-    )  # fmt: skip
-
-
-def swiglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, -1)
-    return functional.silu(gate) * up
-
-
-def geglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, -1)
-    return functional.gelu(gate, approximate="tanh") * up
-
-
-def silu_mul(rows: int, size: int, dtype: torch.dtype) -> Case:
-    return _gated("silu_mul", general.silu_mul, general.silu_mul_reference, swiglu,
-                  "liger_swiglu", rows, size, dtype)  # fmt: skip
-
-
-def gelu_tanh_mul(rows: int, size: int, dtype: torch.dtype) -> Case:
-    return _gated("gelu_tanh_mul", general.gelu_tanh_mul, general.gelu_tanh_mul_reference, geglu,
-                  "liger_geglu", rows, size, dtype)  # fmt: skip
-
-
-def _gated_gradient(kernel: str, exact: Function, chain: Function, liger: str,
-                    rows: int, size: int, dtype: torch.dtype) -> Case:  # fmt: skip
+def _gated(kernel: str, exact: Function, activation: Function, liger: str) -> Operation:
     run = getattr(general, kernel)
 
-    def off(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    def chain(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        y: Tensor = activation(gate) * up
+        return y
+
+    def two_passes(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
         from billfish.kernels.general import gpu
 
         return run(x), getattr(gpu, f"{kernel}_backward")(dy, x, fused=False)
 
-    moved = rows * size * dtype.itemsize
-    return Case(
-        domain=DOMAIN, kernel=f"{kernel} fwd+bwd", size=f"{rows} x {size}", dtype=dtype,
-        draw=_drawn((rows, 2 * size), (rows, size), dtype=dtype, grads=1),
-        run=with_gradients(run), reference=with_gradients(exact, wide=True),
-        read=5 * moved, written=3 * moved,
-        peers=_torch_peers(chain, gradients=True) | {"liger": with_gradients(with_liger(
-            lambda f, x: getattr(f, liger)(*x.chunk(2, -1))))},
-        settings={"gradients in one pass": {"off": off}},
+    return Operation(
+        kernel, run, exact, chain, lambda f, x: getattr(f, liger)(*x.chunk(2, -1)),
+        {"fused": chain}, {"gradients in one pass": two_passes}, parts=2,
     )  # fmt: skip
 
 
-def silu_mul_gradient(rows: int, size: int, dtype: torch.dtype) -> Case:
-    return _gated_gradient("silu_mul", general.silu_mul_reference, swiglu, "liger_swiglu",
-                           rows, size, dtype)  # fmt: skip
-
-
-def gelu_tanh_mul_gradient(rows: int, size: int, dtype: torch.dtype) -> Case:
-    return _gated_gradient("gelu_tanh_mul", general.gelu_tanh_mul_reference, geglu,
-                           "liger_geglu", rows, size, dtype)  # fmt: skip
+SILU_MUL = _gated("silu_mul", general.silu_mul_reference, functional.silu, "liger_swiglu")
+GELU_TANH_MUL = _gated("gelu_tanh_mul", general.gelu_tanh_mul_reference,
+                       partial(functional.gelu, approximate="tanh"), "liger_geglu")  # fmt: skip
 
 
 def rotary_embedding(

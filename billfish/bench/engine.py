@@ -2,7 +2,8 @@
 
     billfish bench engine --out FILE --model llama-3-8b --weights int4 --measure decode,prefill
 
-    tpot_ms       time per output token of `batch` requests that decode together
+    tpot_ms       time per output token of `batch` requests that decode together; with "sampling",
+                  of requests that draw their tokens
     prefill_ms    from the arrival of `batch` prompts to the first token of the last
     output_tok_s  output tokens of all requests / time from their arrival to the last token
     start_s       from the start of a process to its first token, nothing compiled and all compiled
@@ -41,7 +42,16 @@ from billfish.worker.start import Setting, Started, start
 
 DECODE = ((1, 512), (8, 512), (32, 512), (64, 512), (128, 512), (256, 512), (32, 8192))
 PREFILL = ((1, 8192), (16, 2048), (1, 512))
-"""(batch, prompt tokens) of each measurement; 128 tokens are generated."""
+"""(batch, prompt tokens) of each measurement."""
+OUTPUT = 128
+"""Tokens generated to measure decoding."""
+
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 40},
+    {"temperature": 1.0, "repetition_penalty": 1.1, "presence_penalty": 0.5},
+)
 
 READY = "first token: "
 """Begins the line that a process prints when it has one."""
@@ -110,15 +120,17 @@ def over(
     return Served(started, engine, vocab_size)
 
 
-def decode(served: Served, batch: int, prompt: int, output: int = 128) -> float:
+def decode(served: Served, batch: int, prompt: int, output: int, **options: Any) -> float:
     """Milliseconds a token, while all requests of the batch decode."""
     for _ in range(batch):
-        served.add(prompt, output)
+        served.add(prompt, output, **options)
     times = []
     while served.engine.has_unfinished:
         outputs = served.engine.step()
         if len(outputs) == batch:
             times.append(time.perf_counter())
+    if len(times) < 3:
+        raise ConfigError(f"{batch} requests of {prompt} + {output} tokens never decode together")
     # The first of them may end a step that computed prompts.
     return (times[-1] - times[1]) / (len(times) - 2) * 1e3
 
@@ -159,7 +171,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     ) -> None:
         value, spread = statistics.median(values), max(values) - min(values)
         rows.append({
-            "model": options.model, "weights": options.weights, "head": options.head,
+            "model": options.model, "weights": options.weights,
+            "head": options.head or options.dtype,
             "kv_dtype": options.dtype,
             "impl": "billfish", "measure": measure, "batch": batch, "prompt": prompt,
             "output": output, "reserve_tokens": options.reserve_tokens,
@@ -179,8 +192,13 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         for batch, prompt in DECODE:
             if batch <= options.max_num_seqs and str(batch) in options.batches.split(","):
                 rounds = 1 if prompt > 512 else options.rounds
-                values = [decode(served, batch, prompt) for _ in range(rounds)]
-                row("tpot_ms", batch, prompt, 128, values)
+                values = [decode(served, batch, prompt, OUTPUT) for _ in range(rounds)]
+                row("tpot_ms", batch, prompt, OUTPUT, values)
+    if "sampling" in measures:
+        for sampling in SAMPLING:
+            for batch in (1, 64):
+                values = [decode(served, batch, 128, 40, **sampling) for _ in range(options.rounds)]
+                row("tpot_ms", batch, 128, 40, values, sampling=json.dumps(sampling))
     if "prefill" in measures:
         for batch, prompt in PREFILL:
             prefill(served, batch, prompt)
@@ -277,7 +295,11 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--head", choices=("int8", "int4"), help="without: as activations")
     cli.add_argument("--dtype", default="bfloat16")
     cli.add_argument("--device", default="auto")
-    cli.add_argument("--measure", default="decode,prefill", help="also throughput, cache, start")
+    cli.add_argument(
+        "--measure",
+        default="decode,prefill",
+        help="also sampling, throughput, cache, start",
+    )
     cli.add_argument("--batches", default="1,8,32,64,128,256")
     cli.add_argument(
         "--lengths",

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,10 @@ def throughput(served: Served, lengths: list[tuple[int, int]]) -> tuple[float, f
     return sum(output for _, output in lengths) / seconds[-1], statistics.fmean(seconds)
 
 
-def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+def run(
+    options: argparse.Namespace, save: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
+    """The rows measured; `save` gets those that there are after each."""
     began = time.perf_counter()
     measures = options.measure.split(",")
     rows: list[dict[str, Any]] = []
@@ -181,6 +185,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         })  # fmt: skip
         print(f"{measure:14} batch {batch:4} prompt {prompt:5} {value:12.3f}  "
               f"spread {spread:.3f}", flush=True)  # fmt: skip
+        save(rows)
 
     prefill(served, 1, 64)
     if measures == ["none"]:
@@ -188,9 +193,11 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         print(READY + json.dumps({**served.started.seconds, "all but imports": inside}), flush=True)
     for kind, (seconds, phases) in zip(("cold", "warm"), starts, strict=False):
         row("start_s", 1, 64, 1, [seconds], compiled=kind, phases=phases)
+    longest = served.started.max_model_len
     if "decode" in measures:
         for batch, prompt in DECODE:
-            if batch <= options.max_num_seqs and str(batch) in options.batches.split(","):
+            fits = batch <= options.max_num_seqs and prompt + OUTPUT <= longest
+            if fits and str(batch) in options.batches.split(","):
                 rounds = 1 if prompt > 512 else options.rounds
                 values = [decode(served, batch, prompt, OUTPUT) for _ in range(rounds)]
                 row("tpot_ms", batch, prompt, OUTPUT, values)
@@ -201,6 +208,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
                 row("tpot_ms", batch, 128, 40, values, sampling=json.dumps(sampling))
     if "prefill" in measures:
         for batch, prompt in PREFILL:
+            if prompt >= longest:
+                continue
             prefill(served, batch, prompt)
             values = [prefill(served, batch, prompt) for _ in range(options.rounds)]
             row("prefill_ms", batch, prompt, 1, values)
@@ -329,9 +338,12 @@ def main(arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
     head = record.environment("billfish bench engine " + " ".join(arguments))
     kept = _kept(options.out, head) if options.out and options.keep else []
-    rows = run(options)
-    if options.out:
-        record.write(options.out, head, kept + rows)
+
+    def save(rows: list[dict[str, Any]]) -> None:
+        if options.out:
+            record.write(options.out, head, kept + rows)
+
+    run(options, save)
 
 
 def _kept(path: str, head: dict[str, Any]) -> list[dict[str, Any]]:

@@ -196,8 +196,9 @@ def serving(records: Records) -> Json | None:
     lines: dict[str, list[Json]] = {}
     for record in filter(None, (ours, theirs)):
         for row in record.rows:
-            # Greedy, and with a head that nobody has rounded.
-            alike = "sampling" not in row and row.get("head") not in ("int8", "int4")
+            # Greedy, from INT4 weights, and with a head that nobody has rounded.
+            rounded = row.get("head") in ("int8", "int4")
+            alike = not rounded and "sampling" not in row and row.get("weights") != "dense"
             if row["measure"] == "tpot_ms" and row["prompt"] == 512 and alike:
                 lines.setdefault(row["impl"], []).append(
                     {

@@ -87,7 +87,7 @@ KNOWN: dict[tuple[str, str], _Known] = {
         "synchronized",
         "Long segments are cut into pieces of one size. Without: a program a segment, however "
         "long.",
-        ("segment_reduce_gpu:_piece_kernel", "segment_reduce_gpu:_pieces_kernel"),
+        ("segment_reduce_gpu:_segment_kernel", "segment_reduce_gpu:_owner"),
     ),
     ("softmax", "row in registers"): _Known(
         "cached",

@@ -122,12 +122,14 @@ def _peek(state, tile, there, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def look_back(state, first, tile, nothing, OP: tl.constexpr, CHAIN: tl.constexpr):
+def look_back(
+    state, first, tile, nothing, OP: tl.constexpr, CHAIN: tl.constexpr, WIDE: tl.constexpr = 32
+):
     """What tiles first..tile - 1 come to; `nothing` is the operator's identity, and says the type.
 
-    A window of 32 states is read at once: a walk one by one would take a memory latency each.
+    A window of WIDE states is read at once: a walk one by one would take a memory latency each.
     """
-    WINDOW: tl.constexpr = 1 if CHAIN else 32
+    WINDOW: tl.constexpr = 1 if CHAIN else WIDE
     lane = tl.arange(0, WINDOW)
     prefix = nothing
     nearest = tile - 1

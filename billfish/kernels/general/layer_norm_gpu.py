@@ -6,7 +6,6 @@ import triton.language as tl
 from torch import Tensor
 
 from billfish.kernels.general.gpu import _on, _rows
-from billfish.kernels.general.reduce_gpu import reduce
 
 PROGRAMS = 512
 """Runs of rows, at most, each with a sum of the weights' gradient: the same on all GPUs."""
@@ -42,9 +41,16 @@ def _norm_backward_kernel(
     scale = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
     of_weight = tl.zeros([BLOCK], tl.float32)
     of_bias = tl.zeros([BLOCK], tl.float32)
-    for row in range(program * run, tl.minimum((program + 1) * run, rows)):
-        value = tl.load(x + row * x_stride + d, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(dy + row * dy_stride + d, mask=inside, other=0.0).to(tl.float32)
+    first = program * run
+    last = tl.minimum(first + run, rows)
+    next_value = tl.load(x + first * x_stride + d, mask=inside, other=0.0)
+    next_grad = tl.load(dy + first * dy_stride + d, mask=inside, other=0.0)
+    for row in range(first, last):
+        value, grad = next_value.to(tl.float32), next_grad.to(tl.float32)
+        # The next row is on its way while this one is added up.
+        more = inside & (row + 1 < last)
+        next_value = tl.load(x + (row + 1) * x_stride + d, mask=more, other=0.0)
+        next_grad = tl.load(dy + (row + 1) * dy_stride + d, mask=more, other=0.0)
         if CENTRE:
             value = tl.where(inside, value - tl.sum(value, 0) / D, 0.0)
         inverse = 1.0 / tl.sqrt(tl.sum(value * value, 0) / D + eps)
@@ -66,6 +72,23 @@ def _norm_backward_kernel(
             tl.store(db + program * D + d, of_bias, mask=inside)
 
 
+@triton.jit
+def _weights_kernel(
+    dw, db, out_w, out_b, programs, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Program (c, 0 or 1): WIDTH columns of the sums of dw or db, one run of rows after another."""
+    c = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    source, out = dw, out_w
+    if tl.program_id(1) == 1:
+        source, out = db, out_b
+    total = tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in range(0, programs, ROWS):
+        r = start + tl.arange(0, ROWS)[:, None]
+        total += tl.load(source + r * D + c, mask=(r < programs) & (c < D), other=0.0)
+    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    tl.store(out + column, tl.sum(total, 0).to(out.dtype.element_ty), mask=column < D)
+
+
 def _warps(block: int) -> int:
     return min(16, max(1, block // 512))
 
@@ -85,17 +108,20 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, eps: float, centre: bool, *, fused: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, centre: bool, *, fused: bool = True,
+    most: int = PROGRAMS, warps: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dy, x: [rows, D]. centre: of layer norm; else of RMSNorm, and the bias's gradient is 0."""
     grads, values = _rows(dy), _rows(x)
     rows, size = x.shape
     dx = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    run = max(1, triton.cdiv(rows, PROGRAMS))
+    run = max(1, triton.cdiv(rows, most))
     programs = triton.cdiv(rows, run)
-    shape = (1, programs, size)
-    dw = torch.empty(shape, dtype=torch.float32, device=x.device)
-    db = torch.empty_like(dw) if centre else torch.zeros(1, 1, size, device=x.device)
+    dw = torch.empty(programs, size, dtype=torch.float32, device=x.device)
+    db = torch.empty_like(dw) if centre else dw
+    new = torch.empty if rows else torch.zeros
+    total_w = new(size, dtype=weight.dtype, device=x.device)
+    total_b = (new if centre else torch.zeros)(size, dtype=weight.dtype, device=x.device)
     block = triton.next_power_of_2(size)
     if rows:
         with _on(x):
@@ -103,7 +129,9 @@ def norm_backward(
                 _norm_backward_kernel[(programs,)](
                     grads, values, weight.contiguous(), dx, dw, db, rows, run, grads.stride(0),
                     values.stride(0), eps, CENTRE=centre, INPUT=of_x, WEIGHTS=of_weights,
-                    D=size, BLOCK=block, num_warps=_warps(block),
+                    D=size, BLOCK=block, num_warps=warps or _warps(block),
                 )  # fmt: skip
-    total_w, total_b = (reduce(part, "sum").view(size).to(weight.dtype) for part in (dw, db))
+            _weights_kernel[(triton.cdiv(size, 32), 1 + centre)](
+                dw, db, total_w, total_b, programs, D=size, ROWS=64, WIDTH=32, num_warps=4
+            )
     return dx, total_w, total_b

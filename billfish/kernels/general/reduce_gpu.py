@@ -34,7 +34,9 @@ def _reduce_kernel(
     for start in range(begin, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = (i < end)[:, None] & (column < inner)[None, :]
-        value = tl.load(base + i[:, None] * x_n, mask=inside, other=0).to(DTYPE)
+        value = tl.load(
+            base + i[:, None] * x_n, mask=inside, other=0, eviction_policy="evict_first"
+        ).to(DTYPE)
         total = combine(total, tl.where(inside, value, nothing), OP)
     answer = fold(total, 0, OP)
     place = out + outer * inner + column
@@ -81,7 +83,10 @@ def _finish_kernel(
     _finish(mine, place, parts, column < inner, EMPTY, DTYPE, OP, WIDTH, SPACE)
 
 
-def reduce(x: Tensor, op: str, *, fused: bool = True, block: int | None = None) -> Tensor:
+def reduce(
+    x: Tensor, op: str, *, fused: bool = True, block: int | None = None, width: int | None = None,
+    programs: int = PARTS, warps: int | None = None,
+) -> Tensor:  # fmt: skip
     """x: [outer, n, inner]. block: values of n read at a time."""
     outer, n, inner = x.shape
     dtype = result(x.dtype, op)
@@ -89,17 +94,17 @@ def reduce(x: Tensor, op: str, *, fused: bool = True, block: int | None = None) 
     out = torch.empty(outer, inner, dtype=dtype, device=x.device)
     if not out.numel() or not n:
         return out.fill_(empty)
-    width = min(64, triton.next_power_of_2(inner))
+    width = min(width or 64, triton.next_power_of_2(inner))
     block = block or max(64, min(8192, triton.next_power_of_2(n)) // width)
     blocks = triton.cdiv(inner, width)
     groups = outer * blocks
-    wanted = min(max(1, PARTS // groups), max(1, SPACE_LIMIT // width))
+    wanted = min(max(1, programs // groups), max(1, SPACE_LIMIT // width))
     part_size = triton.cdiv(triton.cdiv(n, block), wanted) * block
     parts = triton.cdiv(n, part_size)
     partial = torch.empty((groups, parts, width) if parts > 1 else 0, dtype=kind, device=x.device)
     count = torch.zeros(groups if parts > 1 else 0, dtype=torch.int32, device=x.device)
     space = triton.next_power_of_2(parts)
-    warps = 4 if block * width < 4096 else 8
+    warps = warps or (4 if block * width < 4096 else 8)
     with _on(x):
         _reduce_kernel[(groups, parts)](
             x, out, partial, count, n, inner, *x.stride(), part_size, parts, blocks,

@@ -23,7 +23,7 @@ from billfish.kernels.general.gpu import _on
 def _scan_kernel(
     x, out, state, ticket, n, tiles, x_row, x_step, EMPTY: tl.constexpr, DTYPE: tl.constexpr,
     OP: tl.constexpr, EXCLUSIVE: tl.constexpr, ALONE: tl.constexpr, CHAIN: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Tile t is the (t % tiles)-th of row t // tiles. ALONE: each row is one tile."""
     tile = tl.program_id(0)
@@ -34,14 +34,18 @@ def _scan_kernel(
     nothing = tl.full((), EMPTY, DTYPE)
     value = tl.load(x + row * x_row + d * x_step, mask=d < n, other=0).to(DTYPE)
     value = tl.where(d < n, value, nothing)
-    scanned = running(value, OP)
-    if not ALONE:
-        first = tile - tile % tiles
+    first = tile - tile % tiles
+    if not ALONE and not CHAIN:
+        # Before the tile is scanned: others wait for this.
         total = fold(value, 0, OP)
         if tile > first:
-            if not CHAIN:
-                publish(state, tile, total, AGGREGATE)
-            prefix = look_back(state, first, tile, nothing, OP, CHAIN)
+            publish(state, tile, total, AGGREGATE)
+    scanned = running(value, OP)
+    if not ALONE:
+        if CHAIN:
+            total = fold(value, 0, OP)
+        if tile > first:
+            prefix = look_back(state, first, tile, nothing, OP, CHAIN, WINDOW)
             publish(state, tile, combine(prefix, total, OP), PREFIX)
             scanned = combine(prefix, scanned, OP)
         else:
@@ -57,8 +61,9 @@ def _scan_kernel(
 
 
 def scan(
-    x: Tensor, exclusive: bool, op: str, deterministic: bool, *, block: int | None = None
-) -> Tensor:
+    x: Tensor, exclusive: bool, op: str, deterministic: bool, *, block: int | None = None,
+    warps: int | None = None, window: int = 32,
+) -> Tensor:  # fmt: skip
     """x: [rows, n]. deterministic: tiles finish one after another; always so what has one order."""
     rows, n = x.shape
     wide = accumulator(x.dtype, op)
@@ -74,7 +79,7 @@ def scan(
         _scan_kernel[(rows * tiles,)](
             x, out, state, state[-1:], n, tiles, x.stride(0), x.stride(1),
             EMPTY=identity(out.dtype, op), DTYPE=TYPES[wide], OP=op,
-            EXCLUSIVE=exclusive, ALONE=tiles == 1, CHAIN=deterministic, BLOCK=block,
-            num_warps=max(1, min(8, block // 512)),
+            EXCLUSIVE=exclusive, ALONE=tiles == 1, CHAIN=deterministic,
+            WINDOW=window, BLOCK=block, num_warps=warps or max(1, min(8, block // 512)),
         )  # fmt: skip
     return out

@@ -1,10 +1,11 @@
 """Sum, maximum or minimum of each segment of a vector (of each row of a CSR matrix, of each bag).
 
 One program a segment is simple, and idle where lengths are skewed: a long segment keeps one program
-busy long after all others ended. Here long segments are cut into pieces of a fixed size, a program
-each; a program finds the segment its piece belongs to by binary search, and a second launch adds a
-segment's pieces in their order. How many pieces there are is known on the GPU only; a bound, from
-sizes alone, makes the grid, so that the host need not wait for an answer.
+busy long after all others ended. Here all values are cut at the multiples of a fixed size: a
+segment has a program for what lies before the first cut in it, and each cut one for what follows it
+of the segment that goes on there, which it finds by a search. So the grid is known from sizes
+alone, and most segments, which no cut meets, are as cheap as with a program each. The pieces of one
+that is cut are added in their order by the program that ends last, as in `reduce.py`.
 
 The technique's switch: `segment_reduce_gpu.segment_reduce(..., balanced=False)` gives each segment
 to one program. A program a segment is too much for segments of a few values: for those a scan

@@ -13,89 +13,116 @@ PIECE = 8192
 
 
 @triton.jit
-def _piece_kernel(
-    x, offsets, first_piece, partial, n, x_step, segments, piece_size,
-    EMPTY: tl.constexpr, DTYPE: tl.constexpr, OP: tl.constexpr, SEARCH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Program p reduces piece p. first_piece: int64 [segments + 1]. Without SEARCH: segment p."""
-    piece = tl.program_id(0).to(tl.int64)
-    segment = piece
-    nth = tl.full((), 0, tl.int64)
-    there = piece < segments
-    if SEARCH:
-        there = piece < tl.load(first_piece + segments)
-        # The last segment whose first piece is not past this one; each has one piece at least.
-        low = tl.full((), 0, tl.int64)
-        high = tl.full((), 0, tl.int64) + segments
-        while high - low > 1:
-            middle = (low + high) // 2
-            after = tl.load(first_piece + middle) > piece
-            high = tl.where(after, middle, high)
-            low = tl.where(after, low, middle)
-        segment = low
-        nth = piece - tl.load(first_piece + segment)
-    if there:
-        begin = tl.maximum(tl.load(offsets + segment).to(tl.int64), 0) + nth * piece_size
-        end = tl.minimum(tl.load(offsets + segment + 1).to(tl.int64), n)
-        if SEARCH:
-            end = tl.minimum(end, begin + piece_size)
-        nothing = tl.full((), EMPTY, DTYPE)
-        total = tl.full([BLOCK], EMPTY, DTYPE)
-        for start in range(begin, end, BLOCK):
-            i = start + tl.arange(0, BLOCK)
-            value = tl.load(x + i * x_step, mask=i < end, other=0).to(DTYPE)
-            total = combine(total, tl.where(i < end, value, nothing), OP)
-        tl.store(partial + piece, fold(total, 0, OP).to(partial.dtype.element_ty))
+def _owner(offsets, segments, place, WIDTH: tl.constexpr):
+    """The last segment that begins before a place; -1: none. WIDTH offsets are looked at at once,
+    for each look costs a memory latency."""
+    low = tl.full((), -1, tl.int64)  # begins before it, or is none
+    high = tl.full((), 0, tl.int64) + segments
+    while high - low > 1:
+        step = (high - low + WIDTH - 1) // WIDTH
+        probe = low + (tl.arange(0, WIDTH) + 1) * step
+        inside = probe < high
+        begin = tl.load(offsets + probe, mask=inside, other=0).to(tl.int64)
+        before = tl.sum((inside & (begin < place)).to(tl.int64), 0)
+        low += before * step
+        high = tl.minimum(high, low + step)
+    return low
 
 
 @triton.jit
-def _pieces_kernel(
-    partial, first_piece, out, EMPTY: tl.constexpr, DTYPE: tl.constexpr, OP: tl.constexpr,
+def _total(
+    x, begin, end, x_step, EMPTY: tl.constexpr, DTYPE: tl.constexpr, OP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program s: the pieces of segment s, in their order."""
-    segment = tl.program_id(0).to(tl.int64)
-    begin, end = tl.load(first_piece + segment), tl.load(first_piece + segment + 1)
     nothing = tl.full((), EMPTY, DTYPE)
     total = tl.full([BLOCK], EMPTY, DTYPE)
     for start in range(begin, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        value = tl.load(partial + i, mask=i < end, other=0)
+        value = tl.load(x + i * x_step, mask=i < end, other=0).to(DTYPE)
         total = combine(total, tl.where(i < end, value, nothing), OP)
+    return fold(total, 0, OP)
+
+
+@triton.jit
+def _segment_kernel(
+    x, offsets, out, partial, count, n, x_step, segments, piece_size,
+    EMPTY: tl.constexpr, DTYPE: tl.constexpr, OP: tl.constexpr, BALANCED: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Values are cut at the multiples of piece_size. The first `segments` programs reduce a segment
+    up to the first cut in it, program segments + k what is between cuts k + 1 and k + 2 of the
+    segment that goes on there. partial: by program; count: int32 [segments], 0 at the start.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    segment = program
+    cut = (program - segments + 1) * piece_size
+    if program >= segments:
+        segment = _owner(offsets, segments, cut, WIDTH)
+    begin = tl.full((), 0, tl.int64)
+    end = tl.full((), 0, tl.int64)
+    if segment >= 0:
+        begin = tl.maximum(tl.load(offsets + segment).to(tl.int64), 0)
+        end = tl.minimum(tl.load(offsets + segment + 1).to(tl.int64), n)
+    last = tl.where(end > begin, (end - 1) // piece_size, 0)
+    pieces = tl.where(end > begin, last - begin // piece_size + 1, 1)
+    if not BALANCED:
+        pieces = tl.full((), 1, tl.int64)
+    if pieces == 1:
+        if program < segments:
+            whole = _total(x, begin, end, x_step, EMPTY, DTYPE, OP, BLOCK)
+            tl.store(out + segment, whole.to(out.dtype.element_ty))
+    elif (program < segments) | (end > cut):
+        first = tl.where(program < segments, begin, cut)
+        after = tl.minimum((first // piece_size + 1) * piece_size, end)
+        part = _total(x, first, after, x_step, EMPTY, DTYPE, OP, BLOCK)
+        tl.store(partial + program, part)
+        # As in `reduce_gpu.py`: who counts to the end knows that all parts are there.
+        tl.debug_barrier()
+        before = tl.atomic_add(count + segment, 1, sem="acq_rel")
+        if before == pieces - 1:
+            _finish(
+                partial, out, segment, segments + begin // piece_size, pieces, EMPTY, DTYPE, OP,
+                BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit
+def _finish(
+    partial, out, segment, rest, pieces, EMPTY: tl.constexpr, DTYPE: tl.constexpr,
+    OP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The pieces of a segment, in their order: its own program's, then those from `rest` on."""
+    nothing = tl.full((), EMPTY, DTYPE)
+    total = tl.full([BLOCK], EMPTY, DTYPE)
+    for start in range(0, pieces, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        place = tl.where(i == 0, segment, rest + i - 1)
+        # .cg: what other multiprocessors wrote is in L2, and an L1 line of it might be old.
+        value = tl.load(partial + place, mask=i < pieces, other=0, cache_modifier=".cg")
+        total = combine(total, tl.where(i < pieces, value, nothing), OP)
     tl.store(out + segment, fold(total, 0, OP).to(out.dtype.element_ty))
 
 
 def segment_reduce(
-    x: Tensor, offsets: Tensor, op: str, *, balanced: bool = True, piece_size: int = PIECE
-) -> Tensor:
-    """x: [n]; offsets: [S + 1]. piece_size: values a program reduces, where balanced."""
+    x: Tensor, offsets: Tensor, op: str, *, balanced: bool = True, piece_size: int = PIECE,
+    block: int | None = None, warps: int | None = None,
+) -> Tensor:  # fmt: skip
+    """x: [n]; offsets: [S + 1]. piece_size: values a program reduces, at most, where balanced."""
     n, segments = x.shape[0], offsets.shape[0] - 1
     dtype, kind = result(x.dtype, op), accumulator(x.dtype, op)
     out = torch.empty(segments, dtype=dtype, device=x.device)
     if not segments:
         return out
-    options = {"EMPTY": identity(dtype, op), "DTYPE": TYPES[kind], "OP": op}
-    offsets = offsets.contiguous()
-    block = min(2048, triton.next_power_of_2(piece_size))
+    # A block about as long as segments are, of few warps: many programs are under way at once.
+    usual = triton.next_power_of_2(max(1, n // segments))
+    block = block or max(64, min(2048, usual, triton.next_power_of_2(piece_size)))
+    cuts = max(0, triton.cdiv(n, piece_size) - 1) if balanced else 0
+    partial = torch.empty(segments + cuts if cuts else 0, dtype=kind, device=x.device)
+    count = torch.zeros(segments if cuts else 0, dtype=torch.int32, device=x.device)
     with _on(x):
-        if not balanced:
-            _piece_kernel[(segments,)](
-                x, offsets, offsets, out, n, x.stride(0), segments, piece_size,
-                SEARCH=False, BLOCK=block, **options,
-            )  # fmt: skip
-            return out
-        pieces = offsets.diff().add_(piece_size - 1).floor_divide_(piece_size).clamp_(min=1)
-        first_piece = torch.zeros(segments + 1, dtype=torch.int64, device=x.device)
-        torch.cumsum(pieces, 0, out=first_piece[1:])
-        # Each segment has less than one piece more than its values fill.
-        bound = n // piece_size + segments
-        partial = torch.empty(bound, dtype=kind, device=x.device)
-        _piece_kernel[(bound,)](
-            x, offsets, first_piece, partial, n, x.stride(0), segments, piece_size,
-            SEARCH=True, BLOCK=block, **options,
-        )  # fmt: skip
-        _pieces_kernel[(segments,)](
-            partial, first_piece, out, BLOCK=128, num_warps=1, **options
+        _segment_kernel[(segments + cuts,)](
+            x, offsets.contiguous(), out, partial, count, n, x.stride(0), segments, piece_size,
+            EMPTY=identity(dtype, op), DTYPE=TYPES[kind], OP=op, BALANCED=balanced, WIDTH=128,
+            BLOCK=block, num_warps=warps or max(1, min(4, block // 512)),
         )  # fmt: skip
     return out

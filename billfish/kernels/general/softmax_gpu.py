@@ -12,26 +12,38 @@ RESIDENT = 16384
 
 
 @triton.jit
+def _some(x, start, n, DEEP: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK values from start on as [DEEP, BLOCK / DEEP], minus infinity behind the n-th."""
+    WIDTH: tl.constexpr = BLOCK // DEEP
+    d = start + tl.arange(0, DEEP)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    return tl.load(x + d, mask=d < n, other=float("-inf"))
+
+
+@triton.jit
 def log_sum(x, n, ONLINE: tl.constexpr, BLOCK: tl.constexpr):
     """(the maximum of n values, the sum of exp(value - maximum)), in one read; without ONLINE in
-    two, the first for the maximum."""
-    most = tl.full([BLOCK], float("-inf"), tl.float32)
+    two, the first for the maximum.
+
+    A thread keeps a maximum and a sum of its own, and rescales the sum once for several values: an
+    exponential for each value and another to rescale would take longer than to read it.
+    """
+    DEEP: tl.constexpr = 4 if BLOCK >= 4096 else 1
+    most = tl.full([BLOCK // DEEP], float("-inf"), tl.float32)
     if not ONLINE:
         for start in range(0, n, BLOCK):
-            d = start + tl.arange(0, BLOCK)
-            most = tl.maximum(most, tl.load(x + d, mask=d < n, other=float("-inf")).to(tl.float32))
-        most = tl.full([BLOCK], 0.0, tl.float32) + tl.max(most, 0)
-    total = tl.zeros([BLOCK], tl.float32)
+            most = tl.maximum(most, tl.max(_some(x, start, n, DEEP, BLOCK).to(tl.float32), 0))
+        most = tl.full([BLOCK // DEEP], 0.0, tl.float32) + tl.max(most, 0)
+    total = tl.zeros([BLOCK // DEEP], tl.float32)
+    coming = _some(x, 0, n, DEEP, BLOCK)
     for start in range(0, n, BLOCK):
-        d = start + tl.arange(0, BLOCK)
-        value = tl.load(x + d, mask=d < n, other=float("-inf")).to(tl.float32)
-        more = tl.maximum(most, value)
-        # A lane that has seen minus infinities only: there is nothing to add, nor to rescale.
-        seen = more > float("-inf")
-        shift = tl.where(seen, more, 0.0)
-        total = total * tl.exp(most - shift) + tl.where(
-            value != value, value, tl.exp(value - shift)
-        )
+        value = coming.to(tl.float32)
+        # The next are on their way while these are added.
+        coming = _some(x, start + BLOCK, n, DEEP, BLOCK)
+        more = tl.maximum(most, tl.max(value, 0))
+        # Of minus infinities only: there is nothing to add, nor to rescale.
+        shift = tl.where(more > float("-inf"), more, 0.0)
+        # A maximum passes NaN by, its exponential is in the sum.
+        total = total * tl.exp(most - shift) + tl.sum(tl.exp(value - shift[None, :]), 0)
         most = more
     largest = tl.max(most, 0)
     shift = tl.where(largest > float("-inf"), largest, 0.0)
@@ -50,10 +62,11 @@ def _softmax_kernel(x, out, n, x_stride, RESIDENT: tl.constexpr, BLOCK: tl.const
         tl.store(out + d, (power / tl.sum(power, 0)).to(out.dtype.element_ty), mask=d < n)
     else:
         most, total = log_sum(x, n, True, BLOCK)
+        scale = 1.0 / total
         for start in range(0, n, BLOCK):
             d = start + tl.arange(0, BLOCK)
             value = tl.load(x + d, mask=d < n, other=0.0).to(tl.float32)
-            result = tl.exp(value - most) / total
+            result = tl.exp(value - most) * scale
             tl.store(out + d, result.to(out.dtype.element_ty), mask=d < n)
 
 
@@ -92,16 +105,18 @@ def _plan(n: int, resident: bool, block: int | None) -> tuple[bool, int, int]:
     return resident, block, min(16, max(1, block // 512))
 
 
-def softmax(x: Tensor, *, resident: bool = True, block: int | None = None) -> Tensor:
+def softmax(
+    x: Tensor, *, resident: bool = True, block: int | None = None, warps: int | None = None
+) -> Tensor:
     """x: [rows, n]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         rows = _rows(x)
-        resident, block, warps = _plan(x.shape[1], resident, block)
+        resident, block, usual = _plan(x.shape[1], resident, block)
         with _on(x):
             _softmax_kernel[(rows.shape[0],)](
                 rows, out, x.shape[1], rows.stride(0), RESIDENT=resident, BLOCK=block,
-                num_warps=warps,
+                num_warps=warps or usual,
             )  # fmt: skip
     return out
 

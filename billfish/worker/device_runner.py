@@ -136,15 +136,19 @@ class DeviceRunner:
             warm_up.compile_all(self._launches(max_num_batched_tokens), self.device)
 
     def _launches(self, budget: int) -> list[Callable[[], object]]:
-        """Jobs that launch every kernel of steps of up to `budget` tokens, most work first."""
+        """Jobs that launch every kernel of steps of up to `budget` tokens, most work first. The
+        last ones share most of their kernels with the first, which are then done."""
         seqs = self.batch.max_num_seqs
-        sizes = [*ladder(seqs), *mixed_ladder(budget)]
-        jobs = warm_up.attention(self.model, self.kv_cache, self._make_plans, seqs, budget)
-        jobs += warm_up.products(self.model, sizes, budget)
+        attention = partial(warm_up.attention, self.model, self.kv_cache, self._make_plans)
         dtypes = (self.kv_cache.dtype, torch.float32)
-        jobs += [partial(self._sample_nothing, d, g) for d in dtypes for g in (False, True)]
-        jobs += warm_up.norms(self.model, budget)
-        return [*jobs, self._make_no_inputs]
+        return [
+            *attention([(1, min(256, budget)), (seqs, 1), (1, 1)]),
+            *warm_up.products(self.model, [*ladder(seqs), *mixed_ladder(budget)], budget),
+            *(partial(self._sample_nothing, d, g) for d in dtypes for g in (False, True)),
+            *warm_up.norms(self.model, budget),
+            self._make_no_inputs,
+            *attention([(count, 1) for count in (16, 64) if count < seqs]),
+        ]
 
     def _make_no_inputs(self) -> None:
         """Make the inputs of a step of no requests."""

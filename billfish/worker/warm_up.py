@@ -123,14 +123,13 @@ def norms(model: CausalLM, max_tokens: int) -> list[Callable[[], object]]:
 
 
 def attention(
-    model: CausalLM, kv_cache: Tensor, make_plans: Callable[[], list[Any]], max_num_seqs: int,
-    max_tokens: int,
+    model: CausalLM, kv_cache: Tensor, make_plans: Callable[[], list[Any]],
+    steps: Sequence[tuple[int, int]],
 ) -> list[Callable[[], object]]:  # fmt: skip
-    """A job for each kind of attention that layers have and each kind of step: a prompt, few and
-    many requests that decode. Each plans for itself, and writes no KV."""
+    """A job for each kind of attention that layers have and each step, (requests, new tokens of
+    each). Each plans for itself, and writes no KV."""
     all_layers: Any = model.layers
     layers = {layer.attention.attention.sliding_window: layer.attention for layer in all_layers}
-    steps = [(1, min(256, max_tokens)), (max_num_seqs, 1), (1, 1)]
     return [
         partial(_attend, layer, kv_cache, make_plans, requests, tokens)
         for layer in layers.values()

@@ -213,10 +213,9 @@ def attend(
         raise bad_argument("sinks", got, f"float32 or {query.dtype} [{heads}] on {query.device}")
     workspace: list[Tensor] = []
     planned_len = 0
-    if not query.is_cpu:
-        plan = next((p for p in metadata.plans if p.fits(query, k_cache, sliding_window)), None)
-        if plan:
-            workspace, planned_len = list(plan.workspace), plan.max_query_len
+    plan = next((p for p in metadata.plans if p.fits(query, k_cache, sliding_window)), None)
+    if plan:
+        workspace, planned_len = list(plan.workspace), plan.max_query_len
     return _attend(
         query, k_cache, v_cache, metadata.block_table, metadata.seq_lens, metadata.query_start,
         metadata.max_query_len, metadata.max_seq_len, scale, sliding_window,

@@ -112,6 +112,7 @@ class DirectKernel:
         # In a packed form of our own: the driver is given the address of each.
         self.arguments = struct.Struct("<" + "".join(_FORMAT[size] for size in fields))
         self.starts = [sum(fields[:index]) for index in range(len(fields))]
+        self.pointers = struct.Struct(f"<{len(fields)}Q")
         # CUlaunchAttribute: id, 64 bytes of value at 8.
         self.attribute = ctypes.create_string_buffer(
             struct.pack("<ixxxxi60x", _PROGRAMMATIC_STREAM_SERIALIZATION, 1), 72
@@ -137,9 +138,9 @@ class PreparedLaunch:
         # Tensor maps are copied out of here, so they need no alignment.
         self._memory = ctypes.create_string_buffer(kernel.arguments.pack(*arguments, 0, 0))
         base = ctypes.addressof(self._memory)
-        starts = kernel.starts
-        pointers = (ctypes.c_void_p * len(starts))(*[base + start for start in starts])
-        self._write, self._at = struct.Struct(f"<{count}Q").pack_into, starts[first]
+        each = kernel.pointers.pack(*[base + start for start in kernel.starts])
+        pointers = ctypes.create_string_buffer(each)
+        self._write, self._at = struct.Struct(f"<{count}Q").pack_into, kernel.starts[first]
         self._config = ctypes.create_string_buffer(
             _CONFIG.pack(
                 blocks, 1, 1, kernel.threads, 1, 1, kernel.shared, 0,

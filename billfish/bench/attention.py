@@ -38,6 +38,7 @@ from billfish.kernels.paged_attention import AttentionMetadata, attend
 
 
 def ours(batch: Batch) -> list[Call]:
+    """`attend` over each copy of the batch; planning is outside."""
     plan, (k, v) = plan_of(batch), batch.caches
     return [partial(attend, batch.query, k, v, plan.update(part)) for part in batch.parts]
 
@@ -80,6 +81,7 @@ def two_calls(batch: Batch) -> list[Call]:
 
 
 def run_case(case: Case, makers: dict[str, Callable[[Batch], list[Call]]]) -> list[dict[str, Any]]:
+    """Rows of attention.json of a batch shape. makers: make the calls of each implementation."""
     batch = make_batch(case)
     impls = {name: make(batch) for name, make in makers.items()}
     outs = {name: calls[0]() for name, calls in impls.items() if calls}

@@ -45,6 +45,7 @@ def case_rows(case: Case) -> list[dict[str, Any]]:
 
 
 def decode_techniques(batch: Batch) -> Techniques:
+    """The calls with all techniques, and with each one off; planning is outside."""
     plan, whole = plan_of(batch), plan_of(batch, batch_invariant=True)
     for each in (plan, whole):
         each.update(batch.parts[0])
@@ -59,6 +60,7 @@ def decode_techniques(batch: Batch) -> Techniques:
 
 
 def prefill_techniques(batch: Batch) -> Techniques:
+    """The same of prefill."""
     plan, whole = plan_of(batch), plan_of(batch, batch_invariant=True)
     steps = [plan.update(part) for part in batch.parts]
     return {
@@ -155,6 +157,7 @@ def _attend_calls(batch: Batch, steps: list[AttentionMetadata]) -> list[Call]:
 
 
 def decode_calls(batch: Batch, plan: DecodePlan, overlap: bool) -> list[Call]:
+    """The decode kernel itself. overlap: starts while the kernel ahead drains."""
     from billfish.kernels.paged_attention import hopper_decode
 
     k, v = batch.caches

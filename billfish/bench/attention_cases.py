@@ -83,6 +83,7 @@ class Batch:
 
 
 def make_batch(case: Case) -> Batch:
+    """Random keys, values and queries; blocks in random order, in copies that miss the L2 cache."""
     counts = [-(-n // case.block_size) for n in case.seq_lens]
     copies = min(40, max(1, -(-COLD_BYTES // case.kv_bytes)))
     ids = torch.randperm(copies * sum(counts)).tolist()
@@ -98,6 +99,7 @@ def make_batch(case: Case) -> Batch:
 
 
 def plan_of(batch: Batch, **options: Any) -> DecodePlan:
+    """A plan for this batch; up to 16 rows of queries and heads go to the decode kernel."""
     case = batch.case
     longest, group = max(case.query_lens), case.heads_q // case.heads_kv
     return DecodePlan.allocate(

@@ -49,6 +49,7 @@ def _loaded(folder: str, name: str) -> bool:
 
 
 def fa3(batch: Batch) -> list[Call]:
+    """FlashAttention-3 over the same blocks."""
     case, op = batch.case, torch.ops._vllm_fa3_C
     most_new, most = max(case.query_lens), max(case.seq_lens)
 
@@ -119,6 +120,7 @@ def _cudnn(case: Case, query: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def contiguous(batch: Batch) -> list[Call]:
+    """cuDNN over keys and values in one piece; only for requests that are all of one length."""
     case = batch.case
     if not case.uniform:
         return []

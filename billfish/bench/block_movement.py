@@ -22,12 +22,13 @@ Times = dict[str, tuple[float, float]]
 
 
 def make_caches() -> Tensor:
+    """[layers, key or value, blocks, tokens, KV heads, head dim] in bfloat16."""
     return torch.zeros(LAYERS, 2, BLOCKS, *SHAPE, dtype=torch.bfloat16, device="cuda")
 
 
 def movement() -> list[dict[str, Any]]:
-    """Rows of attention.json for the modes write, rotate and write, copy and swap; `batch` is
-    tokens or blocks.
+    """Rows of attention_movement.json: write, rotate and write, copy and swap; `batch` is tokens or
+    blocks.
     """
     caches = make_caches()
     block = caches[:, :, 0].nbytes
@@ -57,6 +58,7 @@ def _slots(tokens: int) -> Tensor:
 
 
 def write_times(caches: Tensor, tokens: int) -> Times:
+    """Writing the keys and values of new tokens into their slots."""
     key, value = torch.randn(2, tokens, *SHAPE[1:], device="cuda").to(caches.dtype)
     slots = _slots(tokens)
     source = torch.stack((key, value))
@@ -143,6 +145,7 @@ def _swaps(caches: Tensor, pairs: int) -> dict[str, list[Call]]:
 
 
 def swap_times(caches: Tensor, pairs: int) -> Times:
+    """Blocks to host memory and back."""
     return time_in_turns(_swaps(caches, pairs), graphs=False, ahead_cycles=SWAP_LEAD_CYCLES)
 
 

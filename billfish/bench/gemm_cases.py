@@ -23,6 +23,7 @@ def this_gpu() -> Gpu:
 
 
 def random_weights(n: int, k: int, group_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes [n, k] of 4 bits, one a byte, and their scales [n, k / group_size]."""
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
     scales = torch.rand(n, -(-k // group_size), device="cuda") * 0.01 + 0.002
     return codes, scales.to(dtype)
@@ -34,6 +35,7 @@ def units_of(n: int, k: int, group_size: int = 128) -> tuple[int, int, int]:
 
 
 def weight_bytes(name: str, n: int, k: int, group_size: int) -> int:
+    """Bytes of a weight [n, k]: FP16 for cuBLAS, else INT4 with FP16 scales."""
     return 2 * n * k if name == "cublas" else n * k // 2 + 2 * n * (k // group_size)
 
 

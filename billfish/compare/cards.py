@@ -12,6 +12,7 @@ Json = dict[str, Any]
 
 
 def card(family: str, index: int, technique: Json, href: Href) -> str:
+    """index: of the technique in its family, by which other places lead to its card."""
     kind = technique.get("kind")
     tag = f'<span class="tag kind">{KINDS[kind]}</span>' if kind else ""
     switch = (

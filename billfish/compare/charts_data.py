@@ -19,11 +19,13 @@ MOVED: dict[str, Callable[[int], int]] = {
 
 
 def bytes_moved(row: Row) -> int | None:
+    """Of a row of block movement: bytes read and written; None for a swap."""
     size = MOVED.get(row.get("mode", ""))
     return size(row["batch"]) if size else None
 
 
 def charts(records: Records, names: Iterable[str]) -> Json:
+    """By chart; None or empty where nothing of it is recorded."""
     names = set(names)
     return {
         "speedup": speedup(records.get("gemm")) if "marlin" in names else None,
@@ -139,6 +141,7 @@ def decode(record: Record | None) -> Json | None:
 
 
 def movement(record: Record | None) -> list[Json]:
+    """Time by size, a chart a mode."""
     if record is None:
         return []
     found: dict[str, dict[str, list[Json]]] = {}
@@ -279,6 +282,7 @@ def wrong(record: Record | None) -> list[Json]:
 
 
 def tutorial(record: Record | None) -> list[Json]:
+    """The steps of docs/write-a-kernel.md."""
     if record is None:
         return []
     return [

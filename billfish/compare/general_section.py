@@ -24,6 +24,7 @@ Json = dict[str, Any]
 
 
 def charts(doc: Json) -> str:
+    """Beside their peers, and the steps of the tutorial."""
     lines = doc["charts"]["general"]
     if not lines:
         parts = [

@@ -30,6 +30,8 @@ Step = tuple[str, str, Callable[[], list[Row]]]
 
 @dataclass
 class Measured:
+    """What was taken; what could not be, and why; how long it took."""
+
     records: Records = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     seconds: float = 0.0

@@ -22,6 +22,7 @@ Json = dict[str, Any]
 
 
 def family_section(name: str, family: Json, doc: Json, href: Href) -> str:
+    """What is measured of a family, drawn; then a card for each of its techniques."""
     techniques = family["techniques"]
     if name == "marlin":
         shown = _marlin(doc, href)
@@ -51,6 +52,8 @@ def family_section(name: str, family: Json, doc: Json, href: Href) -> str:
     return (
         f'<section id="{name}" class="family f-{name}"><h2>{escape(family["title"])}</h2>'
         f'<p class="lead">{escape(family["function"])} {escape(family["focus"])}</p>'
+        f'<p class="reading">The kernels: <code>{escape(family["package"])}</code>; in detail: '
+        f"<code>{escape(family['page'])}</code>.</p>"
         f"{shown}<h3>Techniques, with and without</h3>{cards}</section>"
     )
 

@@ -45,6 +45,7 @@ class Axis(NamedTuple):
 
 
 def strip(title: str, lines: Sequence[Line], width: float, axis: Axis) -> str:
+    """A line a kernel or technique, its name beside it or, where it is narrow, above."""
     wide = width > WIDE
     row, first = (23, 4) if wide else (38, 8)
     left = 18 + 7.05 * max(len(line.name) for line in lines) if wide else 14

@@ -23,6 +23,7 @@ FLOOR = "Floor: the time a GPU needs for a case's bytes or arithmetic; 50%: twic
 
 
 def show(document: Json, console: Console) -> None:
+    """All of it, to a console of any width from 80 columns."""
     _say_where(document, console)
     families = document["families"]
     if console.width >= SIDE_BY_SIDE and len(families) > 1:

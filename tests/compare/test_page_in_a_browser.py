@@ -70,7 +70,7 @@ def test_what_is_shown(open_page, document):
     cell = page.locator("#marlin-2 .ratio data").first
     assert not cell.is_visible()
     page.locator("#overview").get_by_text("Stream-K", exact=True).click()
-    assert cell.is_visible()
+    cell.wait_for(state="visible")
     assert cell.inner_text() == shown(ratio, "x")
     for chart in page.locator("svg:visible").all():
         box = chart.bounding_box()

@@ -22,7 +22,7 @@ from billfish.kernels.paged_attention import (
 from billfish.kernels.paged_attention.metadata import AttentionMetadata
 from billfish.kernels.paged_attention.planner import DecodePlan, Scoring
 from billfish.kernels.paged_attention.prefill_combine import combine
-from billfish.kernels.paged_attention.prefill_items import ENTRY, list_items, sharers
+from billfish.kernels.paged_attention.prefill_items import ENTRY, INFO, list_items, sharers
 
 HUGE = 2**30
 
@@ -217,7 +217,7 @@ def test_prefill_combine(with_sinks):
     scores = torch.randn(128, 300, generator=generator) * 5
     values = torch.randn(300, head_dim, generator=generator)
     acc, sums = torch.full((9, 128, head_dim), math.nan), torch.full((9, 2, 128), math.nan)
-    info = torch.full((9, 4), -1, dtype=torch.int32)
+    info = torch.full((9, INFO), -1, dtype=torch.int32)
     sinks = torch.linspace(-1, 3, heads) if with_sinks else None
     out = torch.full((40, heads, head_dim), math.nan)
     expected = out.clone()
@@ -232,8 +232,7 @@ def test_prefill_combine(with_sinks):
             weights = (part - top[:, None]).exp2()
             acc[slot, :rows] = weights @ values[begin:end]
             sums[slot, :, :rows] = torch.stack((top, weights.sum(1)))
-            parts = 0 if i else len(bounds) - 1
-            info[slot] = torch.tensor([first_token, tokens, head0, parts])
+            info[slot] = torch.tensor([first_token, tokens, head0, len(bounds) - 1, i])
             slot += 1
         where = (slice(first_token, first_token + tokens), slice(head0, head0 + pack))
         logits = scores[:rows].double() * math.log(2)

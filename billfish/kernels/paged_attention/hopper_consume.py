@@ -234,8 +234,8 @@ def consume(
                 output.store(o, q, first_token + c * SHARE, tokens, head0)
             else:
                 output.partials.leave(
-                    c, o, top, total, field(record, 9), first_token, tokens, head0,
-                    gl.where(field(record, 10) == 0, parts, 0),
+                    c, o, top, total, field(record, 9), first_token, tokens, head0, parts,
+                    field(record, 10),
                 )  # fmt: skip
         else:
             tma.store_wait(0)

@@ -21,8 +21,10 @@ class Partials:
     info: gl.tensor
 
     @gluon.jit
-    def leave(self, c: gl.constexpr, o, top, total, slot, first_token, tokens, head0, parts):
-        """Leave the rows of warpgroup c. parts: of the item, 0 but for its first part."""
+    def leave(
+        self, c: gl.constexpr, o, top, total, slot, first_token, tokens, head0, parts, part
+    ):
+        """Leave the rows of warpgroup c: those of one of an item's parts."""
         ACC: gl.constexpr = o.type.layout
         D: gl.constexpr = o.shape[1]
         row = c * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, ACC))
@@ -37,6 +39,7 @@ class Partials:
             gl.store(info + 1, tokens)
             gl.store(info + 2, head0)
             gl.store(info + 3, parts)
+            gl.store(info + 4, part)
 
 
 @aggregate

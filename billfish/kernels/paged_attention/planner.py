@@ -151,7 +151,7 @@ class Workspace(NamedTuple):
 
     For the Hopper prefill kernel, on M multiprocessors: items int32 [R + 2, 4], see
     `prefill_items.list_items`; draws int32 [1], 0 between launches; split_acc float32 [M, 128, head
-    dim], split_sums float32 [M, 2, 128] and split_info int32 [M, 4] for M parts of items.
+    dim], split_sums float32 [M, 2, 128] and split_info int32 [M, 5] for M parts of items.
     """
 
     borders: Tensor

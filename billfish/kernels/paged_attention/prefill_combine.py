@@ -12,8 +12,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from billfish.kernels.paged_attention.prefill_items import ENTRY, INFO, ROWS
 from billfish.kernels.paged_attention.tile import NO_SCORE, launches_early, store_output
 
-_ROWS_A_PROGRAM = 16
-_PARTS_AT_ONCE = 4
+_ROWS_AT_ONCE = 4
+_PARTS_AT_ONCE = 8
+_PROGRAMS_A_SLOT = 8
 
 
 @triton.jit(do_not_specialize=["num_requests"])
@@ -23,42 +24,48 @@ def _combine_kernel(
     ENTRY: tl.constexpr, INFO: tl.constexpr, OWN: tl.constexpr, CHUNK: tl.constexpr,
     HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a (slot, OWN rows): combines the parts from this slot on, in order."""
+    """The programs of a slot take their share of the rows of its item, OWN at once, over all parts
+    in order. All slots of an item take part, so that all multiprocessors are equally busy.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     slot = tl.program_id(0)
+    info = split_info + INFO * slot
+    token = tl.load(info)
+    rows = tl.load(info + 1) * PACK
+    head0 = tl.load(info + 2)
+    parts = tl.load(info + 3)
+    part = tl.load(info + 4)
     if slot >= tl.load(items + ENTRY * (num_requests + 1) + 1):
         return
-    info = split_info + INFO * slot
-    parts = tl.load(info + 3)
-    row = tl.program_id(1) * OWN + tl.arange(0, OWN)
-    rows = tl.load(info + 1) * PACK
-    if (parts == 0) | (tl.program_id(1) * OWN >= rows):
-        return
+    first = slot - part
     d = tl.arange(0, D)
-    top = tl.full([OWN], NO_SCORE, tl.float32)
-    total = tl.zeros([OWN], tl.float32)
-    acc = tl.zeros([OWN, D], tl.float32)
-    for start in range(0, parts, CHUNK):
-        part = start + tl.arange(0, CHUNK)
-        here = (part < parts)[:, None]
-        sums = split_sums + (slot + part)[:, None] * (2 * ROWS) + row[None, :]
-        part_top = tl.load(sums, mask=here, other=NO_SCORE)
-        part_total = tl.load(sums + ROWS, mask=here, other=0.0)
-        at = (slot + part).to(tl.int64)[:, None, None] * (ROWS * D)
-        at += row[None, :, None] * D + d[None, None, :]
-        part_acc = tl.load(split_acc + at, mask=here[:, :, None], other=0.0)
-        new_top = tl.maximum(top, tl.max(part_top, 0))
-        decay = tl.exp2(top - new_top)
-        weight = tl.exp2(part_top - new_top[None, :])
-        total = total * decay + tl.sum(part_total * weight, 0)
-        acc = acc * decay[:, None] + tl.sum(part_acc * weight[:, :, None], 0)
-        top = new_top
-    store_output(
-        out, tl.load(info) + row // PACK, tl.load(info + 2) + row % PACK, row < rows,
-        top, total, acc, sinks, HEADS, D, D, HAS_SINKS,
-    )  # fmt: skip
+    mine = (part * tl.num_programs(1) + tl.program_id(1)) * OWN
+    for begin in range(mine, rows, parts * tl.num_programs(1) * OWN):
+        row = begin + tl.arange(0, OWN)
+        top = tl.full([OWN], NO_SCORE, tl.float32)
+        total = tl.zeros([OWN], tl.float32)
+        acc = tl.zeros([OWN, D], tl.float32)
+        for start in range(0, parts, CHUNK):
+            each = start + tl.arange(0, CHUNK)
+            here = (each < parts)[None, :]
+            sums = split_sums + (first + each)[None, :] * (2 * ROWS) + row[:, None]
+            part_top = tl.load(sums, mask=here, other=NO_SCORE)
+            part_total = tl.load(sums + ROWS, mask=here, other=0.0)
+            at = (first + each).to(tl.int64)[None, :, None] * (ROWS * D)
+            at += row[:, None, None] * D + d[None, None, :]
+            part_acc = tl.load(split_acc + at, mask=here[:, :, None], other=0.0)
+            new_top = tl.maximum(top, tl.max(part_top, 1))
+            decay = tl.exp2(top - new_top)
+            weight = tl.exp2(part_top - new_top[:, None])
+            total = total * decay + tl.sum(part_total * weight, 1)
+            acc = acc * decay[:, None] + tl.sum(part_acc * weight[:, :, None], 1)
+            top = new_top
+        store_output(
+            out, token + row // PACK, head0 + row % PACK, row < rows, top, total, acc, sinks,
+            HEADS, D, D, HAS_SINKS,
+        )  # fmt: skip
 
 
 def combine(
@@ -73,9 +80,9 @@ def combine(
 ) -> None:
     """Write the rows of out [T, H, D] whose parts are in the slots of a plan, see `Workspace`."""
     early = launches_early(out.device)
-    _combine_kernel[(split_acc.shape[0], ROWS // _ROWS_A_PROGRAM)](
+    _combine_kernel[(split_acc.shape[0], _PROGRAMS_A_SLOT)](
         items, split_acc, split_sums, split_info, out if sinks is None else sinks, out,
         num_requests, HEADS=out.shape[1], PACK=pack, D=out.shape[2], ROWS=ROWS, ENTRY=ENTRY,
-        INFO=INFO, OWN=_ROWS_A_PROGRAM, CHUNK=_PARTS_AT_ONCE, HAS_SINKS=sinks is not None,
+        INFO=INFO, OWN=_ROWS_AT_ONCE, CHUNK=_PARTS_AT_ONCE, HAS_SINKS=sinks is not None,
         PDL=early, launch_pdl=early, num_warps=4,
     )  # fmt: skip

@@ -23,9 +23,9 @@ FEWEST_TILES = 6
 ENTRY = 4
 """Integers of a request in the list."""
 
-INFO = 4
-"""Integers of a slot that say what a partial result is of: first token, tokens, first head, and the
-parts of the item, but 0 in all slots except its first."""
+INFO = 5
+"""Integers of a slot that say what a partial result is of: first token, tokens, first head, parts
+of the item, and which of them it is."""
 
 _REQUESTS_AT_ONCE = 256
 _REQUESTS_A_PROGRAM = 8

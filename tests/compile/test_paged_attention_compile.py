@@ -77,7 +77,10 @@ def test_decode(monkeypatch, heads, kv_heads, head_dim, query_len, capability):
     arguments = step(heads, kv_heads, head_dim, query_len=query_len)
 
     def launch():
-        decode.decode(*arguments, Scoring(0.1), plan.workspace, max_query_len=query_len)
+        decode.decode(
+            *arguments, Scoring(0.1), plan.workspace, max_query_len=query_len,
+            lse=torch.empty(arguments[0].shape[:2]),
+        )  # fmt: skip
 
     code, shared = compiled(monkeypatch, decode, "_decode_kernel", launch, capability)
     # Keys and values, asynchronously, 16 bytes a thread.
@@ -136,7 +139,7 @@ def test_prefill_combine(monkeypatch, head_dim):
     out = torch.empty(9, 32, head_dim, dtype=torch.bfloat16)
 
     def launch():
-        prefill_combine.combine(items, acc, sums, info, torch.zeros(32), out, 2, 4)
+        prefill_combine.combine(items, acc, sums, info, torch.zeros(32), out, None, 2, 4)
 
     code, _ = compiled(monkeypatch, prefill_combine, "_combine_kernel", launch, 90)
     assert code.count("LDG.E.128") >= 4
@@ -198,7 +201,7 @@ def test_hopper_decode(monkeypatch, heads, kv_heads, head_dim, block, query_len,
     def launch():
         hopper_decode.decode(
             *arguments, Scoring(0.1, **options), plan.workspace, max_query_len=query_len,
-            overlap=True,
+            lse=torch.empty(arguments[0].shape[:2]) if "sinks" in options else None, overlap=True,
         )  # fmt: skip
 
     code, shared = compiled(monkeypatch, hopper_decode, "_decode_kernel", launch, 90)
@@ -230,6 +233,7 @@ def test_hopper_prefill(monkeypatch, heads, kv_heads, head_dim, block, options):
     def launch():
         hopper_prefill.prefill(
             *arguments, scoring, decoded_len=4, max_seq_len=4096, plan=plan, overlap=True,
+            lse=torch.empty(arguments[0].shape[:2]) if "sinks" in options else None,
             num_programs=132,
         )  # fmt: skip
 

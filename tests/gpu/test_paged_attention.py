@@ -82,14 +82,17 @@ def make_case(
 
 
 def exact(case, scale=None, sliding_window=None, soft_cap=None, sinks=None):
-    """(output, its tolerance) in float64. The tolerance counts the rounding of the weights and of
-    the output to the dtype, and float32 arithmetic on the scores.
+    """(output, its tolerance, log-sum-exp) in float64. The tolerance counts the rounding of the
+    weights and of the output to the dtype, and float32 arithmetic on the scores.
     """
     _, heads, head_dim = case.query.shape
     block_size, kv_heads = case.k_cache.shape[1:3]
     scale = head_dim**-0.5 if scale is None else scale
     out = torch.zeros(case.query.shape, dtype=torch.float64, device="cuda")
     bound = torch.zeros_like(out)
+    lse = torch.full(out.shape[:2], -math.inf, dtype=torch.float64, device="cuda")
+    if sinks is not None:
+        lse[:] = sinks
     starts = case.metadata.query_start.tolist()
     unit = UNIT_ROUNDOFF[case.query.dtype]
     for r, n in enumerate(case.metadata.seq_lens.tolist()):
@@ -115,12 +118,14 @@ def exact(case, scale=None, sliding_window=None, soft_cap=None, sinks=None):
             extra = torch.full((*scores.shape[:-1], 1), -math.inf, device="cuda").double()
             if sinks is not None:
                 extra[:] = sinks.double().view(kv_heads, -1, 1, 1)
-            weights = torch.cat((scores, extra), -1).softmax(-1).nan_to_num(0)[..., :-1]
+            logits = torch.cat((scores, extra), -1)
+            lse[a:b] = logits.logsumexp(-1).permute(2, 0, 1).flatten(1)
+            weights = logits.softmax(-1).nan_to_num(0)[..., :-1]
             out[a:b] = torch.einsum("hgqn,nhd->qhgd", weights, v).reshape(b - a, heads, head_dim)
             size = torch.einsum("hgqn,nhd->qhgd", weights, v.abs())
             relative = (2 * unit + 2.0**-20 * (1 + largest)).permute(2, 0, 1).unsqueeze(-1)
             bound[a:b] = (size * relative).reshape(b - a, heads, head_dim)
-    return out, bound + unit * out.abs() + 1e-6
+    return out, bound + unit * out.abs() + 1e-6, lse
 
 
 @pytest.fixture(params=["best", "portable"])
@@ -141,7 +146,7 @@ both = pytest.mark.usefixtures("kernels")
 def check(case, out=None, **options):
     if out is None:
         out = attend(case.query, case.k_cache, case.v_cache, case.metadata, **options)
-    expected, bound = exact(case, **options)
+    expected, bound, _ = exact(case, **options)
     excess = (out.double() - expected).abs() - bound
     assert out.isfinite().all()
     assert (excess <= 0).all(), f"{int((excess > 0).sum())} elements, worst by {excess.max()}"
@@ -278,6 +283,23 @@ def test_huge_logits(dtype):
     case = make_case(*MIXED, dtype=dtype, logits=3000.0)
     check(case)
     check(case, soft_cap=20.0)  # |logit| / cap far above 100
+
+
+@both
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 20.0, "sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    ("seq_lens", "query_lens"), [MIXED, ([33000, 5, 0], [1, 1, 1]), ([9001], [40])]
+)
+def test_log_sum_exp(seq_lens, query_lens, options):
+    """Beside the same output; of a query that sees no key, or of no request, -inf or its sink."""
+    if "sinks" in options:
+        options = {**options, "sinks": torch.linspace(-2, 2, 8, device="cuda")}
+    case = make_case(seq_lens, query_lens, extra_tokens=3)
+    for each in (case, planned(case)[1]):
+        arguments = (each.query, each.k_cache, each.v_cache, each.metadata)
+        out, lse = attend(*arguments, **options, return_lse=True)
+        assert torch.equal(out, attend(*arguments, **options))
+        torch.testing.assert_close(lse.double(), exact(case, **options)[2], rtol=1e-5, atol=1e-4)
 
 
 @both

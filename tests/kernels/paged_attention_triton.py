@@ -36,7 +36,7 @@ class Case:
     v_cache: torch.Tensor
     metadata: AttentionMetadata
 
-    def expected(self, **options) -> torch.Tensor:
+    def expected(self, **options) -> tuple[torch.Tensor, torch.Tensor]:
         # The reference reads visible keys only, so poison cannot reach it.
         return reference.attend(
             self.query.double(), self.k_cache, self.v_cache, self.metadata, **options
@@ -78,6 +78,7 @@ def run(case, *, programs=12, max_decode_len=None, **options):
     metadata = case.metadata
     decoded = metadata.max_query_len if max_decode_len is None else max_decode_len
     out = torch.full_like(case.query, math.nan)
+    lse = torch.full(out.shape[:2], math.nan)
     step = (
         case.query, case.k_cache, case.v_cache, metadata.block_table, metadata.seq_lens,
         metadata.query_start, out, scoring,
@@ -89,15 +90,16 @@ def run(case, *, programs=12, max_decode_len=None, **options):
             sliding_window=scoring.sliding_window, num_programs=programs, device="cpu",
         )  # fmt: skip
         plan.split(metadata.seq_lens, metadata.query_start)
-        decode.decode(*step, plan.workspace, max_query_len=decoded)
+        decode.decode(*step, plan.workspace, max_query_len=decoded, lse=lse)
         assert not plan.workspace.arrivals.any()
     if decoded < metadata.max_query_len:
-        prefill.prefill(*step, decoded_len=decoded)
-    return out
+        prefill.prefill(*step, decoded_len=decoded, lse=lse)
+    return out, lse
 
 
-def check(case, out, tolerance=2e-3, **options):
-    expected = case.expected(**options)
+def check(case, outs, tolerance=2e-3, **options):
+    (out, lse), (expected, expected_lse) = outs, case.expected(**options)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-4)
     error = (out.double() - expected).abs()
     assert (error <= tolerance * (1 + expected.abs())).all(), error.max()
 
@@ -145,7 +147,7 @@ def test_mixed_batch(max_decode_len):
     case = make_case(seq_lens, query_lens, heads=6, extra_tokens=3)
     out = run(case, max_decode_len=max_decode_len)
     check(case, out)
-    assert not out[-3:].any()
+    assert not out[0][-3:].any()
 
 
 OPTIONS = [
@@ -177,7 +179,7 @@ def test_huge_logits(max_decode_len):
 def test_same_bits_whatever_finishes_last():
     case = make_case([300, 120], [1, 1])
     first = run(case)
-    assert torch.equal(first, run(case))
+    assert all(map(torch.equal, first, run(case)))
 
 
 @pytest.mark.parametrize(
@@ -219,8 +221,8 @@ def test_prefill_combine(with_sinks):
     acc, sums = torch.full((9, 128, head_dim), math.nan), torch.full((9, 2, 128), math.nan)
     info = torch.full((9, INFO), -1, dtype=torch.int32)
     sinks = torch.linspace(-1, 3, heads) if with_sinks else None
-    out = torch.full((40, heads, head_dim), math.nan)
-    expected = out.clone()
+    out, lse = torch.full((40, heads, head_dim), math.nan), torch.full((40, heads), math.nan)
+    expected, expected_lse = out.clone(), lse.clone()
     slot = 0
     for first_token, tokens, head0, bounds in (
         (3, 32, 4, [0, 100, 101, 300]), (1, 2, 0, [0, 300]), (20, 7, 0, [0, 40, 80, 120, 160, 300])
@@ -240,10 +242,12 @@ def test_prefill_combine(with_sinks):
             extra = sinks[head0 : head0 + pack].double().repeat(tokens)[:, None]
             logits = torch.cat((logits, extra), 1)
         weights = logits.softmax(1)[:, :300]
+        expected_lse[where] = logits.logsumexp(1).view(tokens, pack).float()
         expected[where] = (weights @ values.double()).view(tokens, pack, head_dim).float()
     items = torch.zeros(3, ENTRY, dtype=torch.int32)
     items[2, 1] = slot
-    combine(items, acc, sums, info, sinks, out, 1, pack)
+    combine(items, acc, sums, info, sinks, out, lse, 1, pack)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5, equal_nan=True)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 

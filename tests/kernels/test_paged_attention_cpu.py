@@ -53,8 +53,12 @@ class Case:
         out = self.attend(**options)
         assert out.is_contiguous()
         assert out.dtype == self.query.dtype
-        error = (out.double() - self.exact(**options)).abs().max().item()
+        expected, expected_lse = self.exact(**options)
+        error = (out.double() - expected).abs().max().item()
         assert error <= TOLERANCE[out.dtype]  # NaN fails too
+        same, lse = self.attend(**options, return_lse=True)
+        assert torch.equal(same, out)
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
         assert torch.equal(self.query, before[0])
         assert torch.equal(self.kv_cache.nan_to_num(7), before[1].nan_to_num(7))
         return out

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -91,6 +92,18 @@ def test_opcheck(name):
     ((op, args, kwargs),) = recorder.seen
     assert op.name() == f"billfish::{name.split()[0]}"
     opcheck(op, args, kwargs)
+
+
+def test_opcheck_of_the_log_sum_exp():
+    """An output that the operation writes into an argument."""
+    function, arguments, _ = calls()["attend"]
+    with Recorder() as recorder:
+        _, lse = function(*arguments, return_lse=True)
+    ((op, args, kwargs),) = recorder.seen
+    assert args[-1] is lse
+    opcheck(op, args, kwargs)
+    compiled = torch.compile(partial(pa.attend, return_lse=True), backend="aot_eager")
+    assert all(map(torch.equal, compiled(*arguments), function(*arguments, return_lse=True)))
 
 
 def outputs(result):

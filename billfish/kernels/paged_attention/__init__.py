@@ -10,7 +10,7 @@ num_kv_heads, head_dim]. A layer sees k_cache = kv_cache[l, 0] and v_cache = kv_
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -46,8 +46,8 @@ def _fake_nothing(*arguments: object) -> None:
 
 
 def _cpu_attend(*arguments: Any) -> Tensor:
-    *step, _plan, _planned_len = arguments
-    return cpu.attend(*step)
+    *step, _plan, _planned_len, lse = arguments
+    return cpu.attend(*step, lse=lse)
 
 
 _GPU = "billfish.kernels.paged_attention.gpu"
@@ -70,8 +70,8 @@ _rotate_and_write: Callable[..., Tensor] = register(
 _attend: Callable[..., Tensor] = register(
     "attend(Tensor query, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "
     "Tensor query_start, SymInt max_query_len, SymInt max_seq_len, float scale, "
-    "int? sliding_window, float? soft_cap, Tensor? sinks, Tensor(a!)[] plan, SymInt planned_len) "
-    "-> Tensor",
+    "int? sliding_window, float? soft_cap, Tensor? sinks, Tensor(a!)[] plan, SymInt planned_len, "
+    "Tensor(b!)? lse) -> Tensor",
     fake=_fake_attend,
     cpu=_cpu_attend,
     gpu=_GPU,
@@ -161,6 +161,36 @@ def rotate_and_write(
     )
 
 
+@overload
+def attend(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float | None = ...,
+    sliding_window: int | None = ...,
+    soft_cap: float | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def attend(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float | None = ...,
+    sliding_window: int | None = ...,
+    soft_cap: float | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
 def attend(
     query: Tensor,
     k_cache: Tensor,
@@ -171,7 +201,8 @@ def attend(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of new tokens over the cached keys and values of their sequences.
 
     query: [T, H, D], last dimension contiguous; the tokens of each request are the last ones of its
@@ -181,6 +212,10 @@ def attend(
     logits become soft_cap * tanh(logit / soft_cap), above 0. sinks: float32 or query's dtype [H],
     one more logit a head in the denominator of the softmax. Softmax is in float32. A query that
     sees no key gives 0. Returns a contiguous [T, H, D]. There is no derivative.
+
+    return_lse: return (that, float32 [T, H]), the natural logarithms of the denominators: by them,
+    attention over parts of a context can be merged. A query that sees no key, or belongs to no
+    request, has -inf there, or its sink.
 
     On a GPU: float16 or bfloat16, D of 64, 80, 96, 112, 128, 192 or 256, blocks of at most 256
     tokens, compute capability 8.0 or newer.
@@ -216,11 +251,13 @@ def attend(
     plan = next((p for p in metadata.plans if p.fits(query, k_cache, sliding_window)), None)
     if plan:
         workspace, planned_len = list(plan.workspace), plan.max_query_len
-    return _attend(
+    lse = query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None
+    out = _attend(
         query, k_cache, v_cache, metadata.block_table, metadata.seq_lens, metadata.query_start,
         metadata.max_query_len, metadata.max_seq_len, scale, sliding_window,
-        soft_cap, sinks, workspace, planned_len,
+        soft_cap, sinks, workspace, planned_len, lse,
     )  # fmt: skip
+    return out if lse is None else (out, lse)
 
 
 def write_and_attend(

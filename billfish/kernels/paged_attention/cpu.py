@@ -75,9 +75,10 @@ def _normed_and_rotated(
 def attend(
     query: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
     query_start: Tensor, max_query_len: int, max_seq_len: int, scale: float,
-    sliding_window: int | None, soft_cap: float | None, sinks: Tensor | None,
+    sliding_window: int | None, soft_cap: float | None, sinks: Tensor | None, *,
+    lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `billfish.kernels.paged_attention.attend`."""
+    """See `billfish.kernels.paged_attention.attend`. lse: float32 [T, H], to be written."""
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     capacity = block_table.shape[1] * k_cache.shape[1]
     if max(lengths, default=0) > capacity:
@@ -111,6 +112,8 @@ def attend(
             rows = query.index_select(0, bucket.tokens)
             y = decode_bucket(rows, k_cache, v_cache, bucket, settings)
             out.index_copy_(0, bucket.tokens, y)
+        if lse is not None:
+            _log_sum_exp(query, k_cache, block_table, starts, lengths, settings, lse)
     except IndexError as error:
         expected = f"ids 0 to {k_cache.shape[0] - 1} in the used part"
         raise bad_argument("metadata.block_table", "an id outside the cache", expected) from error
@@ -243,6 +246,34 @@ def _prefill(
         out[start:stop].view(stop - start, kv_heads, -1, head_dim).copy_(y.permute(2, 0, 1, 3))
 
 
+def _log_sum_exp(
+    query: Tensor, k_cache: Tensor, block_table: Tensor, starts: list[int], lengths: list[int],
+    settings: Settings, lse: Tensor,
+) -> None:  # fmt: skip
+    """Write lse [T, H]. By itself, for torch's fused attention does not return it."""
+    heads, kv_heads = query.shape[1], k_cache.shape[2]
+    lse.fill_(-torch.inf)
+    if settings.sinks is not None:
+        lse.copy_(settings.sinks)
+    for request, seq_len in enumerate(lengths):
+        end = starts[request + 1]
+        tile = min(_QUERY_TILE, max(1, _SCORES // (heads * max(seq_len, 1))))
+        for start in range(starts[request], end, tile):
+            stop = min(start + tile, end)
+            position = (seq_len - end + torch.arange(start, stop, device="cpu")).unsqueeze(1)
+            window = settings.window or seq_len
+            low, high = max(0, seq_len - end + start - window + 1), max(0, seq_len - end + stop)
+            key = _range(k_cache, block_table[request], low, high).permute(1, 2, 0)
+            seen = torch.arange(low, high, device="cpu")
+            mask = (seen <= position) & (seen > position - window)
+            rows = query[start:stop].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+            scores = _scores(rows, key.unsqueeze(1), mask, settings)
+            if settings.sinks is not None:
+                sink = settings.sinks.float().view(kv_heads, -1, 1, 1)
+                scores = torch.cat((scores, sink.expand(*scores.shape[:-1], 1)), dim=-1)
+            lse[start:stop] = scores.logsumexp(-1).permute(2, 0, 1).flatten(1)
+
+
 def _range(cache: Tensor, blocks: Tensor, first: int, last: int) -> Tensor:
     """Tokens first to last - 1 of a request: [S, HKV, D]."""
     block_size = cache.shape[1]
@@ -269,15 +300,19 @@ def _attention(
         batch = query.shape[:2]
         key, value = key.expand(*batch, -1, -1), value.expand(*batch, -1, -1)
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    scores = torch.matmul(query.float() * scale, key.float().transpose(-1, -2))
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+    scores = _scores(query, key.transpose(-1, -2), mask, settings)
     if sink is not None:
         scores = torch.cat((scores, sink.float().expand(*scores.shape[:-1], 1)), dim=-1)
     weights = scores.softmax(-1)[..., : key.shape[-2]]
     return torch.matmul(weights, value.float())
+
+
+def _scores(query: Tensor, keys: Tensor, mask: Tensor | None, settings: Settings) -> Tensor:
+    """Logits in float32, -inf where not seen; keys [.., D, S]."""
+    scores = torch.matmul(query.float() * settings.scale, keys.float())
+    if settings.soft_cap is not None:
+        scores = settings.soft_cap * torch.tanh(scores / settings.soft_cap)
+    return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
 
 
 def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:

@@ -155,7 +155,7 @@ def _leave_partial(
 
 @triton.jit(do_not_specialize=["num_requests", "num_tokens", "table_stride"])
 def _decode_kernel(
-    query, k_cache, v_cache, block_table, seq_lens, query_start, sinks, out,
+    query, k_cache, v_cache, block_table, seq_lens, query_start, sinks, out, lse,
     borders, parts, partial_acc, partial_sums, arrivals,
     num_requests, num_tokens, max_query_len, scale, soft_cap, window,
     q_token_stride, q_head_stride, table_stride,
@@ -164,6 +164,7 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, ROW_BLOCKS: tl.constexpr,
     KV_TILE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """One program a (part of the plan, KV head, block of packed rows)."""
     row_block = tl.program_id(0) % ROW_BLOCKS
@@ -179,8 +180,8 @@ def _decode_kernel(
     GP: tl.constexpr = triton.next_power_of_2(GROUP)
     if row_block == 0:
         zero_rows(
-            out, split, num_splits, query_start, num_requests, num_tokens, head0, HKV * GROUP,
-            GROUP, GP, D, DP,
+            out, lse, split, num_splits, query_start, num_requests, num_tokens, head0, sinks,
+            HKV * GROUP, GROUP, GP, D, DP, HAS_SINKS, HAS_LSE,
         )  # fmt: skip
     while (r < last_r) | ((r == last_r) & (tile < last_tile)):
         tiles = request_tiles(
@@ -209,8 +210,8 @@ def _decode_kernel(
             )  # fmt: skip
             if (tile == 0) & (stop == tiles):
                 store_output(
-                    out, start + token, head0 + member, exists, top, total, acc, sinks,
-                    HKV * GROUP, D, DP, HAS_SINKS,
+                    out, lse, start + token, head0 + member, exists, top, total, acc, sinks,
+                    HKV * GROUP, D, DP, HAS_SINKS, HAS_LSE,
                 )  # fmt: skip
             else:
                 is_last, first_part, last_part = _leave_partial(
@@ -226,8 +227,9 @@ def _decode_kernel(
                         row_block * ROWS, query_len * GROUP, USED, GROUP
                     )
                     store_output(
-                        out, start + used_token, head0 + used_member, used_exists,
+                        out, lse, start + used_token, head0 + used_member, used_exists,
                         all_top, all_total, all_acc, sinks, HKV * GROUP, D, DP, HAS_SINKS,
+                        HAS_LSE,
                     )  # fmt: skip
         r += 1
         tile = tile * 0
@@ -245,10 +247,12 @@ def decode(
     workspace: Workspace,
     *,
     max_query_len: int,
+    lse: Tensor | None = None,
     num_stages: int = 3,
 ) -> None:
-    """Write out [T, H, D] for requests of at most max_query_len new tokens, and zeros for tokens
-    of no request. Arguments as `attend`, already validated; the workspace was planned for them.
+    """Write out [T, H, D], and lse [T, H] if given, for requests of at most max_query_len new
+    tokens, and zeros (-inf) for tokens of no request. Arguments as `attend`, already validated; the
+    workspace was planned for them.
     """
     num_heads, head_dim = query.shape[1:]
     splits, num_kv_heads, row_blocks, _, rows, padded_dim = workspace.acc.shape
@@ -256,7 +260,8 @@ def decode(
     used = min(triton.next_power_of_2(max_query_len * group), rows)
     _decode_kernel[(splits * num_kv_heads * row_blocks,)](
         query, k_cache, v_cache, block_table, seq_lens, query_start,
-        query if scoring.sinks is None else scoring.sinks, out, *workspace[:5],
+        query if scoring.sinks is None else scoring.sinks, out, out if lse is None else lse,
+        *workspace[:5],
         seq_lens.shape[0], query.shape[0], max_query_len, scoring.scale, scoring.soft_cap or 0.0,
         scoring.sliding_window or 0, query.stride(0), query.stride(1), block_table.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3],
@@ -264,5 +269,5 @@ def decode(
         ROWS=rows, USED=used, ROW_BLOCKS=row_blocks, KV_TILE=kv_tile(workspace), WARPS=NUM_WARPS,
         STAGES=num_stages, CHUNK=max(1, 8192 // (used * padded_dim)),
         HAS_CAP=scoring.soft_cap is not None, HAS_WINDOW=scoring.sliding_window is not None,
-        HAS_SINKS=scoring.sinks is not None, num_warps=NUM_WARPS,
+        HAS_SINKS=scoring.sinks is not None, HAS_LSE=lse is not None, num_warps=NUM_WARPS,
     )  # fmt: skip

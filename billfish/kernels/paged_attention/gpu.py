@@ -63,9 +63,10 @@ def attend(
     sinks: Tensor | None,
     plan: list[Tensor],
     planned_len: int,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """plan: the tensors of a workspace planned for requests of at most planned_len new tokens, or
-    empty to plan here, at the cost of a launch or two more.
+    empty to plan here, at the cost of a launch or two more. lse: float32 [T, H], to be written.
     """
     _check(k_cache)
     num_tokens, num_heads, head_dim = query.shape
@@ -95,9 +96,11 @@ def attend(
                 from billfish.kernels.paged_attention import hopper_decode
 
                 overlap = bool(plan) and num_requests * max_seq_len <= OVERLAP_TOKENS
-                hopper_decode.decode(*step, workspace, max_query_len=decode_len, overlap=overlap)
+                hopper_decode.decode(
+                    *step, workspace, max_query_len=decode_len, lse=lse, overlap=overlap
+                )
             else:
-                decode.decode(*step, workspace, max_query_len=decode_len)
+                decode.decode(*step, workspace, max_query_len=decode_len, lse=lse)
         if max_query_len > decode_len or not decodes:
             if _runs_hopper_prefill(query, k_cache, v_cache, scoring):
                 from billfish.kernels.paged_attention import hopper_prefill
@@ -105,11 +108,11 @@ def attend(
                 # A plan of no request has listed no items.
                 mine = Workspace(*plan) if plan and num_requests else None
                 hopper_prefill.prefill(
-                    *step, decoded_len=decode_len, max_seq_len=max_seq_len, plan=mine,
+                    *step, decoded_len=decode_len, max_seq_len=max_seq_len, lse=lse, plan=mine,
                     overlap=mine is not None,
                 )  # fmt: skip
             else:
-                prefill.prefill(*step, decoded_len=decode_len)
+                prefill.prefill(*step, decoded_len=decode_len, lse=lse)
     return out
 
 

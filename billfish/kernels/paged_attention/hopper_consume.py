@@ -230,8 +230,9 @@ def consume(
             head0 = field(record, 2) * batch.PACK
             parts = field(record, 8)
             if parts == 1:
-                o = output.normalize(o, top, total, head0)
-                output.store(o, q, first_token + c * SHARE, tokens, head0)
+                token = first_token + c * SHARE
+                o = output.normalize(o, top, total, token, tokens, head0)
+                output.store(o, q, token, tokens, head0)
             else:
                 output.partials.leave(
                     c, o, top, total, field(record, 9), first_token, tokens, head0, parts,

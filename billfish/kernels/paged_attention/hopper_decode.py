@@ -175,14 +175,15 @@ _COUNTS = ["num_requests", "num_tokens", "num_splits", "max_query_len", "window"
 
 @gluon.jit(do_not_specialize=_COUNTS)
 def _decode_kernel(
-    k_desc, v_desc, query, block_table, seq_lens, query_start, sinks, out,
+    k_desc, v_desc, query, block_table, seq_lens, query_start, sinks, out, lse,
     borders, parts, partial_acc, partial_sums, arrivals,
     num_requests, num_tokens, num_splits, max_query_len, scale, soft_cap, window,
     token_stride, head_stride, table_stride,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     TILE: gl.constexpr, USED: gl.constexpr, STAGES: gl.constexpr, CHUNK: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    HAS_SINKS: gl.constexpr, PRODUCER_REGS: gl.constexpr, PDL: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """One program a (part of the plan, KV head); USED of the 16 rows are stored."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
@@ -201,8 +202,9 @@ def _decode_kernel(
         gl.load(border + 4), TILE, HAS_WINDOW,
     )  # fmt: skip
     rows = Rows(
-        query, out, sinks, parts, partial_acc, partial_sums, arrivals, num_tokens, token_stride,
-        head_stride, scale, soft_cap, HKV, GROUP, D, USED, HAS_CAP, HAS_SINKS,
+        query, out, lse, sinks, parts, partial_acc, partial_sums, arrivals, num_tokens,
+        token_stride, head_stride, scale, soft_cap, HKV, GROUP, D, USED, HAS_CAP, HAS_SINKS,
+        HAS_LSE,
     )  # fmt: skip
     queue = Queue(
         k_desc, v_desc,
@@ -247,6 +249,7 @@ def decode(
     workspace: Workspace,
     *,
     max_query_len: int,
+    lse: Tensor | None = None,
     overlap: bool = False,
 ) -> None:
     """As `decode.decode`, for what `supports` covers.
@@ -270,7 +273,8 @@ def decode(
     used = triton.next_power_of_2(max_query_len * group)
     _decode_kernel[(splits * num_kv_heads,)](
         *descs, query, block_table, seq_lens, query_start,
-        query if scoring.sinks is None else scoring.sinks, out, *workspace[:5],
+        query if scoring.sinks is None else scoring.sinks, out, out if lse is None else lse,
+        *workspace[:5],
         seq_lens.shape[0], query.shape[0], splits, max_query_len,
         scoring.scale, scoring.soft_cap or 0.0, scoring.sliding_window or 0,
         query.stride(0), query.stride(1), block_table.stride(0),
@@ -278,6 +282,7 @@ def decode(
         STAGES=QUEUE_BYTES // (2 * tile * head_dim * k_cache.element_size()),
         CHUNK=8192 // (max(used, 4) * head_dim), K=k_layout, V=v_layout,
         HAS_CAP=scoring.soft_cap is not None, HAS_WINDOW=scoring.sliding_window is not None,
-        HAS_SINKS=scoring.sinks is not None, PRODUCER_REGS=PRODUCER_REGISTERS,
+        HAS_SINKS=scoring.sinks is not None, HAS_LSE=lse is not None,
+        PRODUCER_REGS=PRODUCER_REGISTERS,
         PDL=overlap, launch_pdl=overlap, num_warps=WARPS.value, maxnreg=168,
     )  # fmt: skip

@@ -21,9 +21,7 @@ class Partials:
     info: gl.tensor
 
     @gluon.jit
-    def leave(
-        self, c: gl.constexpr, o, top, total, slot, first_token, tokens, head0, parts, part
-    ):
+    def leave(self, c: gl.constexpr, o, top, total, slot, first_token, tokens, head0, parts, part):
         """Leave the rows of warpgroup c: those of one of an item's parts."""
         ACC: gl.constexpr = o.type.layout
         D: gl.constexpr = o.shape[1]
@@ -46,23 +44,30 @@ class Partials:
 class Output:
     out: gl.tensor
     desc: tma.tensor_descriptor
+    lse: gl.tensor
     sinks: gl.tensor
     partials: Partials
     HEADS: gl.constexpr
     PACK: gl.constexpr
     HAS_SINKS: gl.constexpr
+    HAS_LSE: gl.constexpr
 
     @gluon.jit
-    def normalize(self, o, top, total, head0):
-        """Divide by the row sums; a sink joins the denominator here."""
+    def normalize(self, o, top, total, token, tokens, head0):
+        """Divide by the row sums, which a sink joins here, and store their logarithms."""
         ROW: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+        row = gl.arange(0, HALF, layout=ROW)
+        head = head0 + row % self.PACK
         if self.HAS_SINKS:
-            head = head0 + gl.arange(0, HALF, layout=ROW) % self.PACK
             sink = gl.load(self.sinks + head).to(gl.float32) * LOG2E
             new_top = gl.maximum(top, sink)
             decay = gl.exp2(top - new_top)
             total = total * decay + gl.exp2(sink - new_top)
             o = o * gl.expand_dims(decay, 1)
+            top = new_top
+        if self.HAS_LSE:
+            at = (token + row // self.PACK).to(gl.int64) * self.HEADS + head
+            gl.store(self.lse + at, (top + gl.log2(total)) / LOG2E, mask=row < tokens * self.PACK)
         return o * gl.expand_dims(1.0 / gl.where(total > 0.0, total, 1.0), 1)
 
     @gluon.jit

@@ -49,13 +49,13 @@ _COUNTS = ["num_requests", "num_tokens", "decoded_len", "window", "table_stride"
 
 @gluon.jit(do_not_specialize=_COUNTS)
 def _prefill_kernel(
-    q_desc, k_desc, v_desc, out_desc, out, block_table, seq_lens, query_start, sinks, items,
+    q_desc, k_desc, v_desc, out_desc, out, lse, block_table, seq_lens, query_start, sinks, items,
     draws, split_acc, split_sums, split_info, num_requests, num_tokens, decoded_len, window,
     table_stride, section, scale, soft_cap,
     HEADS: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr, OTHER_REGS: gl.constexpr, PDL: gl.constexpr,
+    HAS_LSE: gl.constexpr, CONSUMER_REGS: gl.constexpr, OTHER_REGS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]
@@ -74,7 +74,7 @@ def _prefill_kernel(
     slots = Slots(make_ring(DTYPE, [4, HALF, D], SWIZZLED, 2, 2))
     records = make_ring(gl.int32, [1, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]), 1, READERS)
     partials = Partials(split_acc, split_sums, split_info)
-    output = Output(out, out_desc, sinks, partials, HEADS, PACK, HAS_SINKS)
+    output = Output(out, out_desc, lse, sinks, partials, HEADS, PACK, HAS_SINKS, HAS_LSE)
     gl.warp_specialize(
         [
             (consume, (0, batch, records, k, v, slots, output, scale, soft_cap, S, ACC, HAS_CAP)),
@@ -120,6 +120,7 @@ def prefill(
     *,
     decoded_len: int,
     max_seq_len: int,
+    lse: Tensor | None = None,
     plan: Workspace | None = None,
     overlap: bool = False,
     num_programs: int | None = None,
@@ -150,20 +151,20 @@ def prefill(
     section = _section(num_kv_heads, max_seq_len, head_dim) * (sets // num_kv_heads)
     _prefill_kernel[(num_programs,)](
         _of_rows(query, pack), _of_blocks(k_cache), _of_blocks(v_cache), _of_rows(out, pack), out,
-        block_table, seq_lens, query_start, query if scoring.sinks is None else scoring.sinks,
-        *feed,
+        out if lse is None else lse, block_table, seq_lens, query_start,
+        query if scoring.sinks is None else scoring.sinks, *feed,
         num_requests, num_tokens, decoded_len, scoring.sliding_window or 0,
         block_table.stride(0), section, scoring.scale * LOG2E.value, scoring.soft_cap or 0.0,
         HEADS=num_heads, GROUP=group, PACK=pack, D=head_dim, BLOCK_SIZE=block_size,
         K_STAGES=K_STAGES, V_STAGES=V_STAGES, HAS_CAP=scoring.soft_cap is not None,
         HAS_WINDOW=scoring.sliding_window is not None, HAS_SINKS=scoring.sinks is not None,
-        CONSUMER_REGS=CONSUMER_REGISTERS, OTHER_REGS=OTHER_REGISTERS, PDL=overlap,
-        launch_pdl=overlap, num_warps=4, maxnreg=168,
+        HAS_LSE=lse is not None, CONSUMER_REGS=CONSUMER_REGISTERS, OTHER_REGS=OTHER_REGISTERS,
+        PDL=overlap, launch_pdl=overlap, num_warps=4, maxnreg=168,
     )  # fmt: skip
     window, sinks = scoring.sliding_window, scoring.sinks
     step = (num_tokens, num_requests, max_seq_len, decoded_len, num_heads, pack, window)
     if plan is not None and plan.sharers(*step):
-        combine(plan.items, *plan[7:10], sinks, out, num_requests, pack)
+        combine(plan.items, *plan[7:10], sinks, out, lse, num_requests, pack)
 
 
 def _of_blocks(cache: Tensor) -> TensorDescriptor:

@@ -16,6 +16,7 @@ class Rows:
 
     query: gl.tensor
     out: gl.tensor
+    lse: gl.tensor
     sinks: gl.tensor
     parts: gl.tensor
     acc: gl.tensor
@@ -32,10 +33,11 @@ class Rows:
     USED: gl.constexpr
     HAS_CAP: gl.constexpr
     HAS_SINKS: gl.constexpr
+    HAS_LSE: gl.constexpr
 
     @gluon.jit
     def store(self, top, total, acc, head, begin, end):
-        """Normalize packed rows and store them; a sink joins the denominator here."""
+        """As `tile.store_output`, packed rows of a request."""
         LAYOUT: gl.constexpr = acc.type.layout
         row = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, LAYOUT))
         d = gl.arange(0, self.D, layout=gl.SliceLayout(0, LAYOUT))
@@ -47,10 +49,13 @@ class Rows:
             decay = gl.exp2(top - new_top)
             total = total * decay + gl.exp2(sink - new_top)
             acc = acc * gl.expand_dims(decay, 1)
+            top = new_top
         acc = acc / gl.expand_dims(gl.where(total > 0.0, total, 1.0), 1)
         token = (begin + row // self.GROUP).to(gl.int64)
-        offset = (token * (self.HKV * self.GROUP) + q_head) * self.D
-        where = self.out + gl.expand_dims(offset, 1) + gl.expand_dims(d, 0)
+        out_row = token * (self.HKV * self.GROUP) + q_head
+        if self.HAS_LSE:
+            gl.store(self.lse + out_row, (top + gl.log2(total)) / LOG2E, mask=live)
+        where = self.out + gl.expand_dims(out_row * self.D, 1) + gl.expand_dims(d, 0)
         mask = gl.expand_dims(live, 1) & (gl.expand_dims(d, 0) >= 0)
         gl.store(where, acc.to(self.out.dtype.element_ty), mask=mask)
 
@@ -104,15 +109,22 @@ class Rows:
 
     @gluon.jit
     def zero_rest(self, head, first, step, end, LAYOUT: gl.constexpr):
-        """Zero the output of tokens that belong to no request, end + first, + step, ..."""
+        """As `tile.zero_rows`, of tokens end + first, + step, ..."""
         row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
         d = gl.arange(0, self.D, layout=gl.SliceLayout(0, LAYOUT))
         offset = gl.expand_dims(row, 1) * self.D + gl.expand_dims(d, 0)
         zeros = gl.zeros([ROWS, self.D], self.out.dtype.element_ty, LAYOUT)
+        empty = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
+        if self.HAS_SINKS:
+            sink = self.sinks + head * self.GROUP + row
+            empty = gl.load(sink, mask=row < self.GROUP, other=0.0).to(gl.float32)
         token = (end + first).to(gl.int64)
         while token < self.num_tokens:
             at = self.out + (token * self.HKV + head) * (self.GROUP * self.D)
             gl.store(at + offset, zeros, mask=offset < self.GROUP * self.D)
+            if self.HAS_LSE:
+                at_lse = self.lse + (token * self.HKV + head) * self.GROUP
+                gl.store(at_lse + row, empty, mask=row < self.GROUP)
             token += step
 
 

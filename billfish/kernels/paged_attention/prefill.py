@@ -80,13 +80,14 @@ def _attend_tiles(
 
 @triton.jit(do_not_specialize=["num_requests", "num_tokens", "table_stride", "decoded_len"])
 def _prefill_kernel(
-    query, k_cache, v_cache, block_table, seq_lens, query_start, sinks, out,
+    query, k_cache, v_cache, block_table, seq_lens, query_start, sinks, out, lse,
     num_requests, num_tokens, decoded_len, scale, soft_cap, window,
     q_token_stride, q_head_stride, table_stride,
     k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
     HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KV_TILE: tl.constexpr, STAGES: tl.constexpr,
     CHUNK: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """One program a (row block, KV head). The last rows of a batch see most keys: they go first."""
     index = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -134,8 +135,8 @@ def _prefill_kernel(
         v_token_stride, D, DP, BLOCK_SIZE, KV_TILE, STAGES, True, HAS_CAP, HAS_WINDOW,
     )  # fmt: skip
     store_output(
-        out, start + token, head0 + member, exists, top, total, acc, sinks, HKV * GROUP, D, DP,
-        HAS_SINKS,
+        out, lse, start + token, head0 + member, exists, top, total, acc, sinks, HKV * GROUP, D, DP,
+        HAS_SINKS, HAS_LSE,
     )  # fmt: skip
 
 
@@ -150,10 +151,13 @@ def prefill(
     scoring: Scoring,
     *,
     decoded_len: int,
+    lse: Tensor | None = None,
 ) -> None:
-    """Write out[T, H, D] for requests with more than decoded_len new tokens.
+    """Write out [T, H, D], and lse [T, H] if given, for requests with more than decoded_len new
+    tokens.
 
-    Arguments as `attend`, already validated. Rows of tokens that belong to no request become 0.
+    Arguments as `attend`, already validated. Rows of tokens that belong to no request become 0
+    (-inf).
     """
     num_tokens, num_heads, head_dim = query.shape
     num_requests, num_kv_heads = seq_lens.shape[0], k_cache.shape[2]
@@ -163,14 +167,15 @@ def prefill(
     grid = (num_tokens * group // rows + num_requests + 1, num_kv_heads)
     _prefill_kernel[grid](
         query, k_cache, v_cache, block_table, seq_lens, query_start,
-        query if scoring.sinks is None else scoring.sinks, out, num_requests, num_tokens,
+        query if scoring.sinks is None else scoring.sinks, out, out if lse is None else lse,
+        num_requests, num_tokens,
         decoded_len, scoring.scale, scoring.soft_cap or 0.0, scoring.sliding_window or 0,
         query.stride(0), query.stride(1), block_table.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3],
         HKV=num_kv_heads, GROUP=group, D=head_dim, DP=padded_dim, BLOCK_SIZE=k_cache.shape[1],
         ROWS=rows, KV_TILE=kv_tile, STAGES=num_stages, CHUNK=REQUESTS_AT_ONCE,
         HAS_CAP=scoring.soft_cap is not None, HAS_WINDOW=scoring.sliding_window is not None,
-        HAS_SINKS=scoring.sinks is not None, num_warps=num_warps,
+        HAS_SINKS=scoring.sinks is not None, HAS_LSE=lse is not None, num_warps=num_warps,
     )  # fmt: skip
 
 

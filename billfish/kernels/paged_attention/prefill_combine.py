@@ -19,10 +19,10 @@ _PROGRAMS_A_SLOT = 8
 
 @triton.jit(do_not_specialize=["num_requests"])
 def _combine_kernel(
-    items, split_acc, split_sums, split_info, sinks, out, num_requests,
+    items, split_acc, split_sums, split_info, sinks, out, lse, num_requests,
     HEADS: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     ENTRY: tl.constexpr, INFO: tl.constexpr, OWN: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The programs of a slot take their share of the rows of its item, OWN at once, over all parts
     in order. All slots of an item take part, so that all multiprocessors are equally busy.
@@ -63,8 +63,8 @@ def _combine_kernel(
             acc = acc * decay[:, None] + tl.sum(part_acc * weight[:, :, None], 1)
             top = new_top
         store_output(
-            out, token + row // PACK, head0 + row % PACK, row < rows, top, total, acc, sinks,
-            HEADS, D, D, HAS_SINKS,
+            out, lse, token + row // PACK, head0 + row % PACK, row < rows, top, total, acc, sinks,
+            HEADS, D, D, HAS_SINKS, HAS_LSE,
         )  # fmt: skip
 
 
@@ -75,14 +75,18 @@ def combine(
     split_info: Tensor,
     sinks: Tensor | None,
     out: Tensor,
+    lse: Tensor | None,
     num_requests: int,
     pack: int,
 ) -> None:
-    """Write the rows of out [T, H, D] whose parts are in the slots of a plan, see `Workspace`."""
+    """Write the rows of out [T, H, D], and of lse [T, H] if given, whose parts are in the slots of
+    a plan, see `Workspace`.
+    """
     early = launches_early(out.device)
     _combine_kernel[(split_acc.shape[0], _PROGRAMS_A_SLOT)](
         items, split_acc, split_sums, split_info, out if sinks is None else sinks, out,
-        num_requests, HEADS=out.shape[1], PACK=pack, D=out.shape[2], ROWS=ROWS, ENTRY=ENTRY,
-        INFO=INFO, OWN=_ROWS_AT_ONCE, CHUNK=_PARTS_AT_ONCE, HAS_SINKS=sinks is not None,
-        PDL=early, launch_pdl=early, num_warps=4,
+        out if lse is None else lse, num_requests,
+        HEADS=out.shape[1], PACK=pack, D=out.shape[2], ROWS=ROWS, ENTRY=ENTRY, INFO=INFO,
+        OWN=_ROWS_AT_ONCE, CHUNK=_PARTS_AT_ONCE, HAS_SINKS=sinks is not None,
+        HAS_LSE=lse is not None, PDL=early, launch_pdl=early, num_warps=4,
     )  # fmt: skip

@@ -54,12 +54,16 @@ def attend(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
-) -> Tensor:
-    """Request by request, query by query; each reads just the keys that it sees."""
+) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp): request by request, query by query; each reads just the keys that it
+    sees.
+    """
     _, heads, head_dim = query.shape
     block_size, kv_heads = k_cache.shape[1:3]
     scale = head_dim**-0.5 if scale is None else scale
     out = torch.zeros_like(query)
+    empty = torch.tensor(-torch.inf) if sinks is None else sinks
+    lse = empty.to(query.dtype).expand(query.shape[:2]).clone()
     starts = metadata.query_start.tolist()
     for request, seq_len in enumerate(metadata.seq_lens.tolist()):
         for token in range(starts[request], starts[request + 1]):
@@ -78,9 +82,10 @@ def attend(
             if sinks is not None:
                 sink = sinks.to(query.dtype).view(kv_heads, -1, 1)
                 scores = torch.cat((scores, sink), dim=-1)
+            lse[token] = scores.logsumexp(-1).flatten()
             weights = scores.softmax(-1)[..., : last + 1 - first]
             out[token] = torch.einsum("hgs,shd->hgd", weights, v).reshape(heads, head_dim)
-    return out
+    return out, lse
 
 
 def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:

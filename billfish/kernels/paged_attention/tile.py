@@ -103,12 +103,13 @@ def load_query(
 
 @triton.jit
 def store_output(
-    out, token, head, exists, top, total, acc, sinks, num_heads,
-    D: tl.constexpr, DP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    out, lse, token, head, exists, top, total, acc, sinks, num_heads,
+    D: tl.constexpr, DP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Normalize and store rows of out [T, num_heads, D]. A sink joins the denominator once, here.
+    """Normalize and store rows of out [T, num_heads, D], and the logarithms of their denominators.
+    A sink joins the denominator once, here.
 
-    Rows without a visible key have total 0 and become 0.
+    Rows without a visible key have total 0 and become 0, their logarithm -inf.
     """
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
@@ -116,6 +117,10 @@ def store_output(
         decay = tl.exp2(top - new_top)
         total = total * decay + tl.exp2(sink - new_top)
         acc = acc * decay[:, None]
+        top = new_top
+    if HAS_LSE:
+        row_lse = (top + tl.log2(total)) / LOG2E
+        tl.store(lse + token.to(tl.int64) * num_heads + head, row_lse, mask=exists)
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     d = tl.arange(0, DP)
     mask = exists[:, None] & (d < D)[None, :]
@@ -125,16 +130,24 @@ def store_output(
 
 @triton.jit
 def zero_rows(
-    out, first, step, query_start, num_requests, num_tokens, head0, num_heads,
+    out, lse, first, step, query_start, num_requests, num_tokens, head0, sinks, num_heads,
     GROUP: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Zero the output of tokens that belong to no request, tokens first, first + step, ..."""
+    """Output of tokens that belong to no request, tokens first, first + step, ...: as of queries
+    that see no key.
+    """
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
     mask = (g < GROUP)[:, None] & (d < D)[None, :]
     zeros = tl.zeros([GP, DP], out.dtype.element_ty)
+    empty = tl.full([GP], float("-inf"), tl.float32)
+    if HAS_SINKS:
+        empty = tl.load(sinks + head0 + g, mask=g < GROUP, other=0.0).to(tl.float32)
     token = (tl.load(query_start + num_requests) + first).to(tl.int64)
     while token < num_tokens:
         row = out + (token * num_heads + head0) * D
         tl.store(row + g[:, None] * D + d[None, :], zeros, mask=mask)
+        if HAS_LSE:
+            tl.store(lse + token * num_heads + head0 + g, empty, mask=g < GROUP)
         token += step

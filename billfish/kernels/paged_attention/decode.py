@@ -261,7 +261,7 @@ def decode(
     _decode_kernel[(splits * num_kv_heads * row_blocks,)](
         query, k_cache, v_cache, block_table, seq_lens, query_start,
         query if scoring.sinks is None else scoring.sinks, out, out if lse is None else lse,
-        *workspace[:5],
+        workspace.borders, workspace.parts, workspace.acc, workspace.sums, workspace.arrivals,
         seq_lens.shape[0], query.shape[0], max_query_len, scoring.scale, scoring.soft_cap or 0.0,
         scoring.sliding_window or 0, query.stride(0), query.stride(1), block_table.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3],

@@ -17,6 +17,9 @@ from billfish.kernels.paged_attention.planner import (
     short_limit,
 )
 
+_Step = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Scoring]
+"""Query, both caches, block table, lengths, starts, output, and what becomes of the scores."""
+
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 MAX_BLOCK_SIZE = 256
 MAX_DECODE_LEN = 16
@@ -82,38 +85,49 @@ def attend(
     )
     step = (query, k_cache, v_cache, block_table, seq_lens, query_start, out, scoring)
     group = num_heads // k_cache.shape[2]
-    decode_len = planned_len if plan else _decode_len(max_query_len, group)
+    given = Workspace(*plan) if plan else None
+    decode_len = planned_len if given else _decode_len(max_query_len, group)
     decode_len = short_limit(decode_len, num_tokens, num_requests, max_query_len)
+    decodes = num_requests > 0 and decode_len > 0
     with torch.cuda.device(query.device):
-        decodes = num_requests > 0 and decode_len > 0
         if decodes:
-            workspace = (
-                Workspace(*plan)
-                if plan
-                else _workspace(query, k_cache, seq_lens, query_start, decode_len, sliding_window)
+            workspace = given or _workspace(
+                query, k_cache, seq_lens, query_start, decode_len, sliding_window
             )
-            if _runs_hopper_decode(k_cache, v_cache, decode_len * group):
-                from billfish.kernels.paged_attention import hopper_decode
-
-                overlap = bool(plan) and num_requests * max_seq_len <= OVERLAP_TOKENS
-                hopper_decode.decode(
-                    *step, workspace, max_query_len=decode_len, lse=lse, overlap=overlap
-                )
-            else:
-                decode.decode(*step, workspace, max_query_len=decode_len, lse=lse)
+            overlap = given is not None and num_requests * max_seq_len <= OVERLAP_TOKENS
+            _decode(step, workspace, decode_len, lse, overlap)
         if max_query_len > decode_len or not decodes:
-            if _runs_hopper_prefill(query, k_cache, v_cache, scoring):
-                from billfish.kernels.paged_attention import hopper_prefill
-
-                # A plan of no request has listed no items.
-                mine = Workspace(*plan) if plan and num_requests else None
-                hopper_prefill.prefill(
-                    *step, decoded_len=decode_len, max_seq_len=max_seq_len, lse=lse, plan=mine,
-                    overlap=mine is not None,
-                )  # fmt: skip
-            else:
-                prefill.prefill(*step, decoded_len=decode_len, lse=lse)
+            # A plan of no request has listed no items.
+            _prefill(step, given if num_requests else None, decode_len, max_seq_len, lse)
     return out
+
+
+def _decode(
+    step: _Step, workspace: Workspace, decode_len: int, lse: Tensor | None, overlap: bool
+) -> None:
+    query, k_cache, v_cache, *_ = step
+    group = query.shape[1] // k_cache.shape[2]
+    if _runs_hopper_decode(k_cache, v_cache, decode_len * group):
+        from billfish.kernels.paged_attention import hopper_decode
+
+        hopper_decode.decode(*step, workspace, max_query_len=decode_len, lse=lse, overlap=overlap)
+    else:
+        decode.decode(*step, workspace, max_query_len=decode_len, lse=lse)
+
+
+def _prefill(
+    step: _Step, plan: Workspace | None, decoded_len: int, max_seq_len: int, lse: Tensor | None
+) -> None:
+    query, k_cache, v_cache, *_, scoring = step
+    if _runs_hopper_prefill(query, k_cache, v_cache, scoring):
+        from billfish.kernels.paged_attention import hopper_prefill
+
+        hopper_prefill.prefill(
+            *step, decoded_len=decoded_len, max_seq_len=max_seq_len, lse=lse, plan=plan,
+            overlap=plan is not None,
+        )  # fmt: skip
+    else:
+        prefill.prefill(*step, decoded_len=decoded_len, lse=lse)
 
 
 def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:

@@ -274,7 +274,7 @@ def decode(
     _decode_kernel[(splits * num_kv_heads,)](
         *descs, query, block_table, seq_lens, query_start,
         query if scoring.sinks is None else scoring.sinks, out, out if lse is None else lse,
-        *workspace[:5],
+        workspace.borders, workspace.parts, workspace.acc, workspace.sums, workspace.arrivals,
         seq_lens.shape[0], query.shape[0], splits, max_query_len,
         scoring.scale, scoring.soft_cap or 0.0, scoring.sliding_window or 0,
         query.stride(0), query.stride(1), block_table.stride(0),

@@ -143,16 +143,17 @@ def prefill(
         items = torch.empty(num_requests + 2, ENTRY, dtype=torch.int32, device=device)
         draws = torch.zeros(1, dtype=torch.int32, device=device)
         list_items(seq_lens, query_start, num_tokens, decoded_len, num_heads, pack, items, 0)
-        feed = (items, draws, items, items, items)  # the last three are for parts: there are none
+        splits = (items, items, items)  # none: nothing is shared out
         blocks = num_tokens * pack // ROWS + num_requests + 1  # at most
         num_programs = min(num_programs, blocks * sets)
     else:
-        feed = plan[5:]
+        items, draws = plan.items, plan.draws
+        splits = (plan.split_acc, plan.split_sums, plan.split_info)
     section = _section(num_kv_heads, max_seq_len, head_dim) * (sets // num_kv_heads)
     _prefill_kernel[(num_programs,)](
         _of_rows(query, pack), _of_blocks(k_cache), _of_blocks(v_cache), _of_rows(out, pack), out,
         out if lse is None else lse, block_table, seq_lens, query_start,
-        query if scoring.sinks is None else scoring.sinks, *feed,
+        query if scoring.sinks is None else scoring.sinks, items, draws, *splits,
         num_requests, num_tokens, decoded_len, scoring.sliding_window or 0,
         block_table.stride(0), section, scoring.scale * LOG2E.value, scoring.soft_cap or 0.0,
         HEADS=num_heads, GROUP=group, PACK=pack, D=head_dim, BLOCK_SIZE=block_size,
@@ -164,7 +165,7 @@ def prefill(
     window, sinks = scoring.sliding_window, scoring.sinks
     step = (num_tokens, num_requests, max_seq_len, decoded_len, num_heads, pack, window)
     if plan is not None and plan.sharers(*step):
-        combine(plan.items, *plan[7:10], sinks, out, lse, num_requests, pack)
+        combine(items, *splits, sinks, out, lse, num_requests, pack)
 
 
 def _of_blocks(cache: Tensor) -> TensorDescriptor:

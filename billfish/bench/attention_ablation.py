@@ -12,7 +12,7 @@ from billfish.bench.attention_peers import gather_then_attend
 from billfish.bench.block_movement import copy_times, make_caches, rotate_times
 from billfish.bench.turns import Call, time_in_turns
 from billfish.kernels.paged_attention import AttentionMetadata, attend, decode, prefill
-from billfish.kernels.paged_attention.planner import DecodePlan, Scoring
+from billfish.kernels.paged_attention.planner import AttentionPlan, Scoring
 
 DECODE = ("1024 x 1", "1024 x 32", "16384 x 1", "4096 x 128", "1 x 32768 + 63 x 512")
 PREFILL = ("2048", "8192", "32768", "64 over 8192", "40 x (1..64 new)")
@@ -156,7 +156,7 @@ def _attend_calls(batch: Batch, steps: list[AttentionMetadata]) -> list[Call]:
     return [partial(attend, batch.query, k, v, step) for step in steps]
 
 
-def decode_calls(batch: Batch, plan: DecodePlan, overlap: bool) -> list[Call]:
+def decode_calls(batch: Batch, plan: AttentionPlan, overlap: bool) -> list[Call]:
     """The decode kernel itself. overlap: starts while the kernel ahead drains."""
     from billfish.kernels.paged_attention import hopper_decode
 

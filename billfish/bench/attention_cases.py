@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from billfish.kernels.paged_attention import AttentionMetadata
-from billfish.kernels.paged_attention.planner import DecodePlan
+from billfish.kernels.paged_attention.planner import AttentionPlan
 
 HEAD_DIM = 128
 DTYPE = torch.bfloat16
@@ -98,11 +98,11 @@ def make_batch(case: Case) -> Batch:
     return Batch(case, query, caches, parts)
 
 
-def plan_of(batch: Batch, **options: Any) -> DecodePlan:
+def plan_of(batch: Batch, **options: Any) -> AttentionPlan:
     """A plan for this batch; up to 16 rows of queries and heads go to the decode kernel."""
     case = batch.case
     longest, group = max(case.query_lens), case.heads_q // case.heads_kv
-    return DecodePlan.allocate(
+    return AttentionPlan.allocate(
         max_requests=len(case.seq_lens), num_heads=case.heads_q, num_kv_heads=case.heads_kv,
         head_dim=HEAD_DIM, max_query_len=longest if longest <= 16 else max(1, 16 // group),
         block_size=case.block_size, **options,

@@ -224,7 +224,7 @@ PAGED_TECHNIQUES = (
         "Split-KV",
         "Long sequences are cut into parts of equal work for every multiprocessor, planned on the "
         "device once a step and put together in a fixed order. Without: one part a request.",
-        "DecodePlan.allocate(batch_invariant=True)",
+        "AttentionPlan.allocate(batch_invariant=True)",
         (f"{PAGED}.planner:_plan_kernel", f"{_DECODE}:_share_result"),
         (_attention("split-KV"),),
     ),

@@ -382,11 +382,11 @@ def _attention_plans(
     """How decode attention is split, one plan for each window that layers have; none on a CPU."""
     if kv_cache.device.type == "cpu":
         return []
-    from billfish.kernels.paged_attention.planner import DecodePlan
+    from billfish.kernels.paged_attention.planner import AttentionPlan
 
     config = model.config
     return [
-        DecodePlan.allocate(
+        AttentionPlan.allocate(
             max_requests=max_num_seqs,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,

@@ -19,7 +19,7 @@ from billfish.kernels.paged_attention import (
     prefill_combine,
     prefill_items,
 )
-from billfish.kernels.paged_attention.planner import DecodePlan, Scoring
+from billfish.kernels.paged_attention.planner import AttentionPlan, Scoring
 from tests.compile.offline import MachineCode, fake_device, machine_code
 
 if triton.knobs.runtime.interpret:
@@ -61,7 +61,7 @@ def step(heads, kv_heads, head_dim, block_size=16, query_len=1, dtype=torch.bflo
 
 
 def plan_for(heads, kv_heads, head_dim, query_len=1, **options):
-    return DecodePlan.allocate(
+    return AttentionPlan.allocate(
         max_requests=2, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
         max_query_len=query_len, num_programs=132, device="cpu", **options,
     )  # fmt: skip

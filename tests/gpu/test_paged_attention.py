@@ -154,11 +154,11 @@ def check(case, out=None, **options):
 
 def planned(case, **options):
     """The case with a plan; its workspace full of NaN."""
-    from billfish.kernels.paged_attention.planner import DecodePlan
+    from billfish.kernels.paged_attention.planner import AttentionPlan
 
     _, heads, head_dim = case.query.shape
     options.setdefault("max_requests", case.metadata.seq_lens.shape[0])
-    plan = DecodePlan.allocate(
+    plan = AttentionPlan.allocate(
         num_heads=heads, num_kv_heads=case.k_cache.shape[2], head_dim=head_dim, **options
     )
     for name in ("acc", "sums", "split_acc", "split_sums"):

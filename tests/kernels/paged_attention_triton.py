@@ -20,7 +20,7 @@ from billfish.kernels.paged_attention import (
     reference,
 )
 from billfish.kernels.paged_attention.metadata import AttentionMetadata
-from billfish.kernels.paged_attention.planner import DecodePlan, Scoring
+from billfish.kernels.paged_attention.planner import AttentionPlan, Scoring
 from billfish.kernels.paged_attention.prefill_combine import combine
 from billfish.kernels.paged_attention.prefill_items import ENTRY, INFO, list_items, sharers
 
@@ -84,7 +84,7 @@ def run(case, *, programs=12, max_decode_len=None, **options):
         metadata.query_start, out, scoring,
     )  # fmt: skip
     if decoded:
-        plan = DecodePlan.allocate(
+        plan = AttentionPlan.allocate(
             max_requests=metadata.seq_lens.shape[0] + 1, num_heads=heads,
             num_kv_heads=case.k_cache.shape[2], head_dim=head_dim, max_query_len=decoded,
             sliding_window=scoring.sliding_window, num_programs=programs, device="cpu",

@@ -25,7 +25,7 @@ def handed(monkeypatch):
     for module, name in (
         (gpu.cache_write, "write"), (gpu.cache_write, "rotate_and_write"), (gpu.block_copy, "copy"),
         (gpu.decode, "decode"), (gpu.prefill, "prefill"), (planner, "list_items"),
-        (planner.DecodePlan, "split"),
+        (planner.AttentionPlan, "split"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, note)
     return seen
@@ -53,7 +53,7 @@ def test_indices_arrive_without_strides(handed):
     query, scores = torch.zeros(41, 4, 64), (0.1, None, None, strided([1, 2, 3, 4], torch.float32))
     gpu.attend(query, cache[0, 0], cache[0, 1], table, lens, starts, 40, 40, *scores, [], 0)
     metadata = AttentionMetadata(table, lens, starts, torch.zeros(41, dtype=torch.int64), 40, 40)
-    plan = planner.DecodePlan.allocate(
+    plan = planner.AttentionPlan.allocate(
         max_requests=2, num_heads=4, num_kv_heads=2, head_dim=64, device="cpu"
     )
     plan.update(metadata)
@@ -75,7 +75,7 @@ def test_tables_from_the_host_are_rows():
 
 def test_a_plan_without_requests_has_no_list_to_go_by(handed):
     cache, query = torch.zeros(2, 9, 16, 2, 64), torch.zeros(3, 4, 64)
-    plan = planner.DecodePlan.allocate(
+    plan = planner.AttentionPlan.allocate(
         max_requests=2, num_heads=4, num_kv_heads=2, head_dim=64, device="cpu"
     )
     none = torch.zeros(0, dtype=torch.int32)

@@ -10,7 +10,7 @@ from billfish.errors import KernelArgumentError
 from billfish.kernels._library import bad_argument
 from billfish.kernels.paged_attention import block_copy, cache_write, decode, prefill, swap
 from billfish.kernels.paged_attention.planner import (
-    DecodePlan,
+    AttentionPlan,
     Scoring,
     Workspace,
     is_hopper,
@@ -152,7 +152,7 @@ def _workspace(
     sliding_window: int | None,
 ) -> Workspace:  # fmt: skip
     """A workspace of its own for one call, planned."""
-    plan = DecodePlan.allocate(
+    plan = AttentionPlan.allocate(
         max_requests=seq_lens.shape[0], num_heads=query.shape[1], num_kv_heads=k_cache.shape[2],
         head_dim=query.shape[2], max_query_len=decode_len, sliding_window=sliding_window,
         block_size=k_cache.shape[1], device=query.device,

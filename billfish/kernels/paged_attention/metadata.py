@@ -11,7 +11,7 @@ from billfish.kernels._library import bad_argument
 from billfish.kernels.paged_attention.cpu_decode import DecodeStep
 
 if TYPE_CHECKING:
-    from billfish.kernels.paged_attention.planner import DecodePlan
+    from billfish.kernels.paged_attention.planner import AttentionPlan
 
 PADDING_SLOT = -1
 
@@ -24,8 +24,8 @@ class AttentionMetadata:
     are never read. seq_lens: int32 [R], KV length in tokens, new ones included. query_start: int32
     [R + 1], where the new tokens of each request begin among T. slot_mapping: int64 [T], the slot
     (block * block_size + offset) of each new token, -1 where it has none. max_query_len,
-    max_seq_len: largest of the step, on the host. plans: how a GPU splits the decode work of this
-    step, see `DecodePlan.update`; a layer that none of them is for plans for itself.
+    max_seq_len: largest of the step, on the host. plans: how a GPU splits the work of this step,
+    see `AttentionPlan.update`; a layer that none of them is for plans for itself.
     """
 
     block_table: Tensor
@@ -34,7 +34,7 @@ class AttentionMetadata:
     slot_mapping: Tensor
     max_query_len: int
     max_seq_len: int
-    plans: tuple["DecodePlan", ...] = ()
+    plans: tuple["AttentionPlan", ...] = ()
     _decode_steps: dict[object, "DecodeStep | None"] = field(
         default_factory=dict, init=False, repr=False
     )

@@ -1,4 +1,5 @@
-"""Decode work split into equal parts on the device, once a step for all layers.
+"""The work of attention split on the device, once a step for all layers; that of prefill is listed
+by `prefill_items`, that of decode cut into equal parts here.
 
 The KV range of every short request (at most `max_query_len` new tokens) is cut into tiles of
 `kv_tile` tokens. Laid end to end, the tiles form one line, which is cut into `num_splits` parts of
@@ -178,11 +179,12 @@ class Workspace(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class DecodePlan:
-    """How the decode work of a step is split; shared by all layers with these heads and window.
+class AttentionPlan:
+    """How the work of a step is split; shared by all layers with these heads and window.
 
-    Requests with more than max_query_len new tokens are left to the prefill kernel. The workspace
-    serves one launch at a time: use one plan a stream.
+    Requests of at most max_query_len new tokens go to the decode kernel, others to prefill, whose
+    items are listed on Hopper GPUs. The workspace serves one launch at a time: use one plan a
+    stream.
 
     batch_invariant: no request is split, neither here nor in prefill, so that its result does not
     depend, to the bit, on the requests beside it; a long context then keeps few multiprocessors
@@ -211,7 +213,7 @@ class DecodePlan:
         block_size: int = 16,
         num_programs: int | None = None,
         device: torch.device | str = "cuda",
-    ) -> "DecodePlan":
+    ) -> "AttentionPlan":
         """A plan for steps of at most max_requests requests; `nbytes` is all it will ever take.
 
         block_size: of the cache. num_programs: how many programs of the decode kernel share the
@@ -294,8 +296,8 @@ class DecodePlan:
             workspace.sharers(*step, self.num_heads, pack, self.sliding_window),
         )  # fmt: skip
 
-    def _is_like(self, other: "DecodePlan") -> bool:
-        def key(plan: DecodePlan) -> tuple:
+    def _is_like(self, other: "AttentionPlan") -> bool:
+        def key(plan: AttentionPlan) -> tuple:
             return (plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.sliding_window)
 
         return key(self) == key(other)

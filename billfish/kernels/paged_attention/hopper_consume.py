@@ -16,7 +16,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from billfish.kernels.gluon_compat import aggregate, barrier
-from billfish.kernels.paged_attention.hopper_feed import HALF, TILE, field, read_record
+from billfish.kernels.paged_attention.hopper_feed import (
+    BEGIN_TILE,
+    END_TILE,
+    FIRST_TOKEN,
+    HALF,
+    HEAD_SET,
+    KV_LEN,
+    PART,
+    PARTS,
+    POSITION,
+    SLOT,
+    TILE,
+    TOKENS,
+    field,
+    read_record,
+)
 from billfish.kernels.paged_attention.tile import LOG2E, NO_SCORE
 
 
@@ -147,10 +162,10 @@ def _attend_tiles(
     sum of the weights [HALF], and where the rings are).
     """
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    first = field(record, 3)
-    end = field(record, 4)
-    position = field(record, 5)
-    kv_len = field(record, 7)
+    first = field(record, BEGIN_TILE)
+    end = field(record, END_TILE)
+    position = field(record, POSITION)
+    kv_len = field(record, KV_LEN)
     p, top, total, k_stage, k_phase = _first_step(
         q, k_stage, k_phase, end - 1, k, scores, k.buffer.dtype, A
     )
@@ -213,36 +228,37 @@ def consume(
     turn = 0
     record_phase = 0
     record = read_record(records, record_phase, 4)
-    while field(record, 1) > 0:
-        tokens = field(record, 1) - c * SHARE
+    while field(record, TOKENS) > 0:
+        tokens = field(record, TOKENS) - c * SHARE
         slots.wait_full(turn)
         if tokens > 0:
             scores = Scores(
-                field(record, 5) + row // batch.PACK, scale, soft_cap, batch.window, S, HAS_CAP,
-                batch.HAS_WINDOW,
+                field(record, POSITION) + row // batch.PACK, scale, soft_cap, batch.window,
+                S, HAS_CAP, batch.HAS_WINDOW,
             )  # fmt: skip
             q = slots.half(turn, c)
             o, top, total, k_stage, k_phase, v_stage, v_phase = _attend_tiles(
                 q, record, turn, slots, k, v, scores, k_stage, k_phase, v_stage, v_phase,
                 batch.BLOCK_SIZE, ACC,
             )  # fmt: skip
-            first_token = field(record, 0)
-            head0 = field(record, 2) * batch.PACK
-            parts = field(record, 8)
+            first_token = field(record, FIRST_TOKEN)
+            head0 = field(record, HEAD_SET) * batch.PACK
+            parts = field(record, PARTS)
             if parts == 1:
                 token = first_token + c * SHARE
                 o = output.normalize(o, top, total, token, tokens, head0)
                 output.store(o, q, token, tokens, head0)
             else:
                 output.partials.leave(
-                    c, o, top, total, field(record, 9), first_token, tokens, head0, parts,
-                    field(record, 10),
+                    c, o, top, total, field(record, SLOT), first_token, tokens, head0, parts,
+                    field(record, PART),
                 )  # fmt: skip
         else:
             tma.store_wait(0)
             slots.release_other(turn)
+            tiles = field(record, END_TILE) - field(record, BEGIN_TILE)
             k_stage, k_phase, v_stage, v_phase = _pass_tiles(
-                field(record, 4) - field(record, 3), k, v, k_stage, k_phase, v_stage, v_phase
+                tiles, k, v, k_stage, k_phase, v_stage, v_phase
             )
         turn += 1
         record_phase = record_phase ^ 1

@@ -12,8 +12,20 @@ ROWS = gl.constexpr(prefill_items.ROWS)  # packed query rows of an item
 HALF = gl.constexpr(prefill_items.ROWS // 2)  # of them, those of one warpgroup
 TILE = gl.constexpr(prefill_items.KEYS)  # keys
 ENTRY = gl.constexpr(prefill_items.ENTRY)
-FIELDS = gl.constexpr(32)  # of an item's record; 11 are used: see `Batch.record`
 READERS = gl.constexpr(4)  # partitions that read a record
+
+FIELDS = gl.constexpr(32)  # of an item's record, of which these are used
+FIRST_TOKEN = gl.constexpr(0)  # of its rows, among the new tokens of the step
+TOKENS = gl.constexpr(1)  # of its rows; 0 says that there are no more items
+HEAD_SET = gl.constexpr(2)
+BEGIN_TILE = gl.constexpr(3)  # of keys
+END_TILE = gl.constexpr(4)
+POSITION = gl.constexpr(5)  # of the first row in its sequence
+REQUEST = gl.constexpr(6)  # whose row of the block table it is
+KV_LEN = gl.constexpr(7)
+PARTS = gl.constexpr(8)  # among which the keys of these rows are shared out
+SLOT = gl.constexpr(9)  # of the partial result
+PART = gl.constexpr(10)  # which of them it is
 
 
 @aggregate
@@ -167,32 +179,33 @@ class Batch:
 
     @gluon.jit
     def record(self, item):
-        """The fields of an item as a vector. The last rows of a request see most keys: they go
-        first, as do the requests with most KV.
+        """The fields of an item as a vector, from FIRST_TOKEN on. The last rows of a request see
+        most keys: they go first, as do the requests with most KV.
         """
-        TOKENS: gl.constexpr = ROWS // self.PACK
+        SPAN: gl.constexpr = ROWS // self.PACK  # tokens of an item, at most
         index, head_set = self.split(item)
         r, place, start, end, kv_len, parts, slots = self.find(index)
         block = place // parts
         part = place % parts
-        row_block = (end - start + TOKENS - 1) // TOKENS - 1 - block
-        tokens = gl.minimum(end - start - row_block * TOKENS, TOKENS)
-        position = kv_len - (end - start) + row_block * TOKENS
+        row_block = (end - start + SPAN - 1) // SPAN - 1 - block
+        tokens = gl.minimum(end - start - row_block * SPAN, SPAN)
+        position = kv_len - (end - start) + row_block * SPAN
         first_tile = position * 0
         if self.HAS_WINDOW:
             first_tile = gl.maximum(position + 1 - self.window, 0) // TILE
         tiles = gl.maximum((position + tokens + TILE - 1) // TILE - first_tile, 1)
         begin_tile = first_tile + part * tiles // parts
         end_tile = first_tile + (part + 1) * tiles // parts
-        row = gl.minimum(r, self.num_requests - 1)
-        first_token = start + row_block * TOKENS
+        request = gl.minimum(r, self.num_requests - 1)
+        first_token = start + row_block * SPAN
         slot = slots + (block * self.SETS + head_set) * parts + part
         fields = (
-            first_token, tokens, head_set, begin_tile, end_tile, position, row, kv_len, parts, slot,
+            first_token, tokens, head_set, begin_tile, end_tile, position, request, kv_len, parts,
+            slot, part,
         )  # fmt: skip
         lane = gl.arange(0, FIELDS, layout=gl.BlockedLayout([1], [32], [1], [0]))
-        record = gl.where(lane == 10, part, 0)
-        for i in gl.static_range(10):
+        record = lane * 0
+        for i in gl.static_range(len(fields)):
             record = gl.where(lane == i, fields[i], record)
         return record
 
@@ -301,21 +314,21 @@ def produce(
     turn = 0
     record_phase = 0
     record = read_record(records, record_phase, 1)
-    while field(record, 1) > 0:
-        first = field(record, 3)
-        end = field(record, 4)
-        head0 = field(record, 2) * batch.PACK
-        table = batch.block_table + field(record, 6).to(gl.int64) * batch.table_stride
+    while field(record, TOKENS) > 0:
+        first = field(record, BEGIN_TILE)
+        end = field(record, END_TILE)
+        head0 = field(record, HEAD_SET) * batch.PACK
+        table = batch.block_table + field(record, REQUEST).to(gl.int64) * batch.table_stride
         low = first * 0
         if batch.HAS_WINDOW:
-            low = gl.maximum(field(record, 5) + 1 - batch.window, 0) // BOX
-        high = (field(record, 7) + BOX - 1) // BOX
+            low = gl.maximum(field(record, POSITION) + 1 - batch.window, 0) // BOX
+        high = (field(record, KV_LEN) + BOX - 1) // BOX
         rows = _box_rows(table, end - 1, low, high, nowhere, BOX, PER_BLOCK)
         if PDL:
             # What was read so far was complete before the kernel ahead of this one began.
             gdc_wait()
         if WITH_Q:
-            _fetch_queries(slots, turn, q_desc, field(record, 0), head0, batch.PACK, D)
+            _fetch_queries(slots, turn, q_desc, field(record, FIRST_TOKEN), head0, batch.PACK, D)
         for i in range(end - first):
             ahead = _box_rows(table, end - 2 - i, low, high, nowhere, BOX, PER_BLOCK)
             mbarrier.wait(ring.empty.index(stage), phase)

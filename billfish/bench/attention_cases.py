@@ -101,10 +101,10 @@ def make_batch(case: Case) -> Batch:
 def plan_of(batch: Batch, **options: Any) -> AttentionPlan:
     """A plan for this batch; up to 16 rows of queries and heads go to the decode kernel."""
     case = batch.case
-    longest, group = max(case.query_lens), case.heads_q // case.heads_kv
+    longest = max(case.query_lens)
     return AttentionPlan.allocate(
         max_requests=len(case.seq_lens), num_heads=case.heads_q, num_kv_heads=case.heads_kv,
-        head_dim=HEAD_DIM, max_query_len=longest if longest <= 16 else max(1, 16 // group),
+        head_dim=HEAD_DIM, max_query_len=longest if longest <= 16 else 1,  # as an engine has it
         block_size=case.block_size, **options,
     )  # fmt: skip
 

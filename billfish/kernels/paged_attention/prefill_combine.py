@@ -13,7 +13,7 @@ from billfish.kernels.paged_attention.prefill_items import ENTRY, INFO, ROWS
 from billfish.kernels.paged_attention.tile import NO_SCORE, launches_early, store_output
 
 _ROWS_AT_ONCE = 4
-_PARTS_AT_ONCE = 8
+_PARTS_AT_ONCE = 4
 _PROGRAMS_A_SLOT = 8
 
 

@@ -136,7 +136,7 @@ def launched(monkeypatch):
 def runner_of(config: ModelConfig, monkeypatch) -> DeviceRunner:
     def plans(model: CausalLM, kv_cache: torch.Tensor, seats: int, invariant: bool):
         return [
-            planner.DecodePlan.allocate(
+            planner.AttentionPlan.allocate(
                 max_requests=seats, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim, sliding_window=window, device="cpu",
             )

@@ -205,8 +205,8 @@ def _launch(
     tail = head_dim - 2 * half
     all_heads = num_heads + 2 * num_kv_heads
     span = math.gcd(num_heads, num_kv_heads, 4)
-    # Many small programs where there are few rows, as all wait for the same trips to memory.
-    tokens = max(1, (16 if num_tokens * all_heads > 6144 else 4) // span)
+    # Many small programs where tokens are few, as all wait for the same trips to memory.
+    tokens = max(1, (16 if num_tokens >= 128 else 4) // span)
     early = launches_early(key.device)
     grid = (triton.cdiv(num_tokens, tokens), all_heads // span)
     _write_kernel[grid](

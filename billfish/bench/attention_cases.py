@@ -99,12 +99,13 @@ def make_batch(case: Case) -> Batch:
 
 
 def plan_of(batch: Batch, **options: Any) -> AttentionPlan:
-    """A plan for this batch; up to 16 rows of queries and heads go to the decode kernel."""
+    """A plan for this batch, as the engine has it: one new token is decoded, more where no request
+    has more than 16."""
     case = batch.case
     longest = max(case.query_lens)
     return AttentionPlan.allocate(
         max_requests=len(case.seq_lens), num_heads=case.heads_q, num_kv_heads=case.heads_kv,
-        head_dim=HEAD_DIM, max_query_len=longest if longest <= 16 else 1,  # as an engine has it
+        head_dim=HEAD_DIM, max_query_len=longest if longest <= 16 else 1,
         block_size=case.block_size, **options,
     )  # fmt: skip
 

@@ -50,9 +50,9 @@ def _mix(z: int) -> int:
 def probabilities(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     """Float64 [S, V], proportional to the probability of each token. No temperature may be 0."""
     # Shifted before the division: a tiny temperature must not make inf - inf of it.
-    shifted = logits - logits.amax(dim=-1, keepdim=True)
+    shifted = logits.double() - logits.amax(dim=-1, keepdim=True).double()
     temperature = torch.tensor([[p.temperature] for p in params], dtype=torch.float64)
-    probs = (shifted.double() / temperature).softmax(dim=-1)
+    probs = (shifted / temperature).softmax(dim=-1)
     if any(p.min_p > 0.0 for p in params):  # Nguyen et al., arXiv:2407.01082; 0 cuts nothing
         min_p = torch.tensor([[p.min_p] for p in params], dtype=torch.float64)
         probs.masked_fill_(probs < min_p * probs.amax(dim=-1, keepdim=True), 0.0)

@@ -96,17 +96,39 @@ def draw_params(rng: random.Random) -> SamplingParams:
     )
 
 
+def draw_rows(size, dtype, count):
+    rng = random.Random(size)
+    logits = (3 * torch.randn(count, size)).to(dtype)
+    params = [draw_params(rng) for _ in range(count)]
+    seeds = [rng.randrange(-(2**63), 2**64) for _ in range(count)]
+    return logits, params, seeds, [rng.randrange(64) for _ in range(count)]
+
+
 @pytest.mark.parametrize(
     ("size", "dtype", "count"),
     [(300, torch.float32, 8), (301, torch.float16, 8), (5000, torch.float16, 3)],
 )
 def test_same_tokens_as_the_definition(monkeypatch, size, dtype, count):
     monkeypatch.setattr(sample_gpu, "BLOCK", 512 if size < 512 else 4096)
-    rng = random.Random(size)
-    logits = (3 * torch.randn(count, size)).to(dtype)
-    params = [draw_params(rng) for _ in range(count)]
-    seeds = [rng.randrange(-(2**63), 2**64) for _ in range(count)]
-    positions = [rng.randrange(64) for _ in range(count)]
+    logits, params, seeds, positions = draw_rows(size, dtype, count)
+    want = sample(logits.float(), params, seeds, positions)
+    assert chosen(logits, params, seeds, positions) == want
+
+
+@pytest.mark.parametrize(
+    ("hits", "candidates", "dtype"),
+    [(32, (8, 64), torch.float32), (8, (8, 16), torch.float16)],
+)
+def test_more_tokens_than_are_looked_at_first(monkeypatch, hits, candidates, dtype):
+    """Some rows need few of the groups, some several rounds over more of them, some the whole."""
+    monkeypatch.setattr(sample_gpu, "BLOCK", 128)
+    monkeypatch.setattr(sample_gpu, "HITS", hits)
+    monkeypatch.setattr(sample_gpu, "CANDIDATES", candidates)
+    logits, params, seeds, positions = draw_rows(301, dtype, 16)
+    cuts = ((0, 1.0), (4, 1.0), (4, 0.7), (0, 0.3), (0, 0.95), (20, 0.9), (90, 0.9), (90, 1.0))
+    for i, (top_k, top_p) in enumerate(cuts):
+        params[i] = SamplingParams(top_k=top_k, top_p=top_p, temperature=0.5 + i / 4)
+        params[i + 8] = SamplingParams(top_k=top_k, top_p=top_p, min_p=0.05)
     want = sample(logits.float(), params, seeds, positions)
     assert chosen(logits, params, seeds, positions) == want
 
@@ -126,6 +148,8 @@ def test_equal_logits(monkeypatch):
     assert chosen(logits, params, seeds, positions) == want
     greedy = [SamplingParams(temperature=0.0)] * count
     assert chosen(logits, greedy, seeds, positions) == logits.argmax(-1).tolist()
+    monkeypatch.setattr(sample_gpu, "HITS", 8)  # more groups than that have a largest logit
+    assert chosen(logits, params, seeds, positions) == want
 
 
 def test_logits_that_are_no_numbers(monkeypatch):

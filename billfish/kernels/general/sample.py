@@ -79,7 +79,7 @@ def by_sort(logits: Tensor, numbers: Tensor, integers: Tensor, positions: Tensor
     most = logits.amax(-1, keepdim=True)
     greedy = temperature == 0
     # Shifted before the division: a tiny temperature must not make inf - inf of it.
-    scaled = (logits.float() - most.float()).double() / torch.where(greedy, 1.0, temperature)
+    scaled = (logits.double() - most.double()) / torch.where(greedy, 1.0, temperature)
     weights = scaled.exp()
     weights = torch.where(weights < min_p, 0.0, weights)
     token = torch.arange(logits.shape[1], device=logits.device).expand(logits.shape)

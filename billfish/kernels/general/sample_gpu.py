@@ -1,15 +1,25 @@
-"""Chooses tokens from logits on an NVIDIA GPU: no sort, no word to the host.
+"""Chooses tokens from logits on an NVIDIA GPU: no sort of a vocabulary, no word to the host.
 
-One kernel finds the largest logits, in parts; another takes a row each and chooses.
+One kernel reads each row once, in parts, and leaves the largest logit of every few neighbours;
+another takes a row each and chooses.
 
 What it computes is defined by `sample.py`, and by `billfish.worker.sampler` for the engine: the
 largest logit where the temperature is 0, else the distribution function inverted at a number drawn
 from (seed, position). Probabilities are in float64, as there.
 
 Top-k and top-p keep the largest probabilities down to some logit, the lowest token ids first among
-equals. That logit is found by bisection over the bit patterns of floats, which order as integers:
-how many tokens, or how much probability, lie above the middle says which half holds it. Logits that
-come from a bfloat16 product have 16 bits that matter, so 16 rounds find it exactly.
+equals. Nearly always that logit lies among the largest thousand or two, and these are few to look
+through: where k groups of neighbours have a largest logit of at least t, at least k tokens do, and
+none of them is in another group. So t comes from the groups' largest, by bisection; the tokens from
+t on are gathered, in their order, and all that follows looks at them alone, in registers. What
+top-p needs of the others is their weight alone, which the first kernel has added up by parts; and
+where nothing is cut, a part is chosen by these sums, and a token of the part.
+
+Where that does not do, for too many tokens are kept or equal, the whole row is looked through.
+
+Bisection goes over the bit patterns of floats, which order as integers: how many tokens, or how
+much probability, lie above the middle says which half holds the border. Logits that come from a
+bfloat16 product have 16 bits that matter, so 16 rounds find it exactly.
 """
 
 import torch
@@ -18,6 +28,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from billfish.kernels.general._sample_triton import (
+    _choose,
+    _choose_among,
+    _choose_by_parts,
+    _gather,
+    _load,
+    _lowest,
+    _or,
+    _ordered,
+    _part_masses,
+    _step,
+    _threshold,
+    _uniform,
+    _weight,
+)
 from billfish.kernels.general.gpu import _on, _rows, launch_options, overlaps
 from billfish.kernels.general.sample import NO_TOKEN, by_sort
 
@@ -25,34 +50,39 @@ __all__ = ["NO_TOKEN", "draw_tokens", "sample"]
 
 BLOCK = 4096
 
+GROUPS = 8192
+"""Groups of neighbours of which a row's largest logits are kept, at most."""
+
+HITS = 2048
+"""Groups that are looked into, at most."""
+
+CANDIDATES = (512, 4096)
+"""Tokens that are chosen from without another look at the row: few as a rule, at most so many."""
+
 
 @triton.jit
-def _load(logits, start, size, BLOCK: tl.constexpr):
-    """(token ids, whether they are any, logits in float32; those that are none minus infinity)."""
-    token = start + tl.arange(0, BLOCK)
-    inside = token < size
-    value = tl.load(logits + token, mask=inside, other=float("-inf")).to(tl.float32)
-    return token, inside, value
-
-
-@triton.jit
-def _ordered(value):
-    """Bit patterns of float32 as int64 in 0..2^32 - 1 that order as the numbers do; -0 is 0."""
-    bits = value.to(tl.int32, bitcast=True).to(tl.int64)
-    bits = tl.where(bits == -2147483648, 0, bits)
-    return tl.where(bits < 0, -2147483648 - bits, bits) + 2147483648
+def _limited(top_k, size):
+    return (top_k > 0) & (top_k < size)
 
 
 @triton.jit
 def _largest_kernel(
-    logits, best, where, bits, logits_stride, size,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    logits, best, where, bits, tops, sums, rows, numbers, integers, logits_stride, size,
+    PARTS: tl.constexpr, GREEDY: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, p): of part p of row i, the largest logit, +inf if any is NaN; its lowest token
-    id; all bits of all patterns."""
+    id; and unless GREEDY, all bits of all logits, the largest of each GROUP of neighbours, and
+    where it may be of use the weight over that of the part's likeliest."""
     i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
+    if not GREEDY:
+        row = tl.load(rows + i).to(tl.int64)
+        temperature = tl.load(numbers + 4 * row)
+        min_p = tl.load(numbers + 4 * row + 2)
+        top_k = tl.load(integers + 2 * row + 1)
+    if PDL:
         gdc_wait()
     token, inside, value = _load(logits + i * logits_stride, part * BLOCK, size, BLOCK)
     value = tl.where(value != value, float("inf"), value)
@@ -60,155 +90,31 @@ def _largest_kernel(
     place = i * PARTS + part
     tl.store(best + place, most)
     tl.store(where + place, tl.min(tl.where(inside & (value == most), token, 2147483647), 0))
-    tl.store(bits + place, tl.reduce(tl.where(inside, _ordered(value), 0), 0, _or))
-
-
-@triton.jit
-def _largest(best, where, bits, PARTS: tl.constexpr, SPACE: tl.constexpr):
-    """What `_largest_kernel` found, of the whole row."""
-    part = tl.arange(0, SPACE)
-    there = part < PARTS
-    value = tl.load(best + part, mask=there, other=float("-inf"))
-    token = tl.load(where + part, mask=there, other=2147483647)
-    pattern = tl.load(bits + part, mask=there, other=0)
-    most = tl.max(value, 0)
-    return most, tl.min(tl.where(value == most, token, 2147483647), 0), tl.reduce(pattern, 0, _or)
-
-
-@triton.jit
-def _or(a, b):
-    return a | b
-
-
-@triton.jit
-def _mix(z):
-    """The finaliser of SplitMix64; see `billfish.worker.sampler.uniform`."""
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    return z ^ (z >> 31)
-
-
-@triton.jit
-def _uniform(seed, position):
-    golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
-    state = _mix(seed.to(tl.uint64, bitcast=True) + golden)
-    mixed = _mix(state + position.to(tl.uint64) * golden)
-    return (mixed >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16
-
-
-@triton.jit
-def _weigh(logits, weights, size, most, temperature, min_p, BLOCK: tl.constexpr):
-    """Write the probability of each token over that of the likeliest, 0 where min_p cuts it; their
-    sum."""
-    total = tl.zeros([BLOCK], tl.float64)
-    for start in range(0, size, BLOCK):
-        token, inside, value = _load(logits, start, size, BLOCK)
-        # Shifted before the division: a tiny temperature must not make inf - inf of it.
-        weight = tl.exp((value - most).to(tl.float64) / temperature)
-        weight = tl.where(weight < min_p, 0.0, weight)
-        tl.store(weights + token, weight, mask=inside)
-        total += weight
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _above(logits, weights, size, border, BLOCK: tl.constexpr):
-    """(how many tokens have larger patterns than border, their weight)."""
-    count = tl.zeros([BLOCK], tl.int32)
-    mass = tl.zeros([BLOCK], tl.float64)
-    for start in range(0, size, BLOCK):
-        token, inside, value = _load(logits, start, size, BLOCK)
-        above = inside & (_ordered(value) > border)
-        count += above.to(tl.int32)
-        mass += tl.load(weights + token, mask=above, other=0.0)
-    return tl.sum(count, 0), tl.sum(mass, 0)
-
-
-@triton.jit
-def _border(
-    logits, weights, size, most, step, top_k, wanted, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """(the smallest border above which lie fewer than top_k tokens, or less than the mass wanted;
-    the tokens and the mass above it). Borders are multiples of step, as all patterns are.
-    """
-    low = tl.full((), -1, tl.int64)  # in steps; too much is above it
-    high = _ordered(most) // step  # nothing is above it
-    count = tl.zeros((), tl.int32)
-    mass = tl.zeros((), tl.float64)
-    while high - low > 1:
-        middle = (high + low) // 2
-        more, heavier = _above(logits, weights, size, middle * step, BLOCK)
-        fits = heavier < wanted if BY_MASS else more < top_k
-        count = tl.where(fits, more, count)
-        mass = tl.where(fits, heavier, mass)
-        high = tl.where(fits, middle, high)
-        low = tl.where(fits, low, middle)
-    return high * step, count, mass
-
-
-@triton.jit
-def _draw(logits, weights, size, border, ties, target, BLOCK: tl.constexpr):
-    """The first token at which the running weight of what is kept passes the target.
-
-    Kept are tokens with larger patterns than border, and of those equal to it the first `ties`.
-    """
-    token_id = tl.full((), -1, tl.int32)
-    last = tl.full((), -1, tl.int32)
-    before = tl.zeros((), tl.float64)
-    equal_before = tl.zeros((), tl.int32)
-    for start in range(0, size, BLOCK):
-        if token_id < 0:
-            token, inside, value = _load(logits, start, size, BLOCK)
-            pattern = _ordered(value)
-            equal = (inside & (pattern == border)).to(tl.int32)
-            rank = equal_before + tl.cumsum(equal, 0) - equal
-            kept = (inside & (pattern > border)) | ((equal > 0) & (rank < ties))
-            weight = tl.load(weights + token, mask=kept, other=0.0)
-            running = before + tl.cumsum(weight, 0)
-            passed = kept & (weight > 0.0) & (running > target)
-            found = tl.min(tl.where(passed, token, 2147483647), 0)
-            token_id = tl.where(found < 2147483647, found, token_id)
-            last = tl.maximum(last, tl.max(tl.where(kept & (weight > 0.0), token, -1), 0))
-            before += tl.sum(weight, 0)
-            equal_before += tl.sum(equal, 0)
-    # Sums are rounded: where the target is the whole of it, the last token that counts is it.
-    return tl.where(token_id < 0, last, token_id)
-
-
-@triton.jit
-def _kept_mass(logits, weights, size, border, ties, BLOCK: tl.constexpr):
-    mass = tl.zeros((), tl.float64)
-    equal_before = tl.zeros((), tl.int32)
-    for start in range(0, size, BLOCK):
-        token, inside, value = _load(logits, start, size, BLOCK)
-        pattern = _ordered(value)
-        equal = (inside & (pattern == border)).to(tl.int32)
-        rank = equal_before + tl.cumsum(equal, 0) - equal
-        kept = (inside & (pattern > border)) | ((equal > 0) & (rank < ties))
-        mass += tl.sum(tl.load(weights + token, mask=kept, other=0.0), 0)
-        equal_before += tl.sum(equal, 0)
-    return mass
-
-
-@triton.jit
-def _tie_weight(logits, weights, size, border, BLOCK: tl.constexpr):
-    """The weight of a token whose pattern is border."""
-    weight = tl.zeros([BLOCK], tl.float64)
-    for start in range(0, size, BLOCK):
-        token, inside, value = _load(logits, start, size, BLOCK)
-        equal = inside & (_ordered(value) == border)
-        weight = tl.maximum(weight, tl.load(weights + token, mask=equal, other=0.0))
-    return tl.max(weight, 0)
+    if not GREEDY:
+        kind: tl.constexpr = logits.dtype.element_ty
+        if kind == tl.float32:
+            pattern = tl.where(inside, value.to(tl.int32, bitcast=True), 0)
+            tl.store(bits + place, tl.reduce(pattern, 0, _or))
+        else:
+            tl.store(bits + place, 0x10000 if kind == tl.bfloat16 else 0x2000)
+        few: tl.constexpr = BLOCK // GROUP
+        largest = tl.max(tl.reshape(value, [few, GROUP]), 1)
+        tl.store(tops + place * few + tl.arange(0, few), largest)
+        if (temperature > 0.0) & (min_p == 0.0) & (not _limited(top_k, size)):
+            weight = tl.where(inside, _weight(value, most, temperature, 0.0), 0.0)
+            tl.store(sums + place, tl.sum(weight, 0))
 
 
 @triton.jit
 def _sample_kernel(
-    logits, best, where, bits, rows, positions, numbers, integers, weights, token_table, out,
-    logits_stride, weights_stride, table_stride, table_size, size,
-    PARTS: tl.constexpr, SPACE: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    logits, best, where, bits, tops, sums, groups, tokens, values, weights, rows, positions,
+    numbers, integers, token_table, out, logits_stride, weights_stride, table_stride, table_size,
+    size, PARTS: tl.constexpr, SPACE: tl.constexpr, GREEDY: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_SPACE: tl.constexpr, HITS: tl.constexpr, FEW: tl.constexpr,
+    MOST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """best, where, bits: [S, PARTS], of `_largest_kernel`. GREEDY: all temperatures are 0.
+    """best, where, bits, sums [S, PARTS], tops [S, GROUPS]: of `_largest_kernel`. groups [S, HITS],
+    tokens and values [S, MOST]: space. GREEDY: all temperatures are 0.
 
     numbers float64 [rows, 4]: temperature, top_p, min_p, -. integers int64 [rows, 2]: seed, top_k
     (0: all). The token goes to out and, at its position, to the table.
@@ -218,6 +124,8 @@ def _sample_kernel(
     position = tl.load(positions + i).to(tl.int64)
     logits += i * logits_stride
     weights += i * weights_stride
+    best += i * PARTS
+    sums += i * PARTS
     temperature = tl.load(numbers + 4 * row)
     top_p = tl.load(numbers + 4 * row + 1)
     min_p = tl.load(numbers + 4 * row + 2)
@@ -226,42 +134,82 @@ def _sample_kernel(
 
     if PDL:
         gdc_wait()
-    most, token, bits = _largest(
-        best + i * PARTS, where + i * PARTS, bits + i * PARTS, PARTS, SPACE
-    )
+    part = tl.arange(0, SPACE)
+    value = tl.load(best + part, mask=part < PARTS, other=float("-inf"))
+    place = tl.load(where + i * PARTS + part, mask=part < PARTS, other=2147483647)
+    most = tl.max(value, 0)
+    token = tl.min(tl.where(value == most, place, 2147483647), 0)
     finite = (most < float("inf")) & (most > float("-inf"))
     if not GREEDY and finite & (temperature > 0.0):
-        total = _weigh(logits, weights, size, most, temperature, min_p, BLOCK)
-        tl.debug_barrier()  # weights are read by other threads than wrote them
-        step = tl.where((bits & 0xFFFF) == 0, 65536, tl.where((bits & 0x1FFF) == 0, 8192, 1))
-        step = step.to(tl.int64)
-        border = tl.full((), -1, tl.int64)
-        ties = tl.full((), 0, tl.int32)
-        if (top_k > 0) & (top_k < size):
-            border, count, mass = _border(
-                logits, weights, size, most, step, top_k, 0.0, False, BLOCK
+        pattern = tl.load(bits + i * PARTS + part, mask=part < PARTS, other=0)
+        pattern = tl.reduce(pattern, 0, _or)
+        number = _uniform(seed, position)
+        limited = _limited(top_k, size)
+        if (not limited) & (top_p >= 1.0) & (min_p == 0.0):
+            token = _choose_by_parts(
+                logits, size, best, sums, most, temperature, number, PARTS, SPACE, BLOCK
             )
-            ties = (top_k - count).to(tl.int32)
-            total = _kept_mass(logits, weights, size, border, ties, BLOCK)
-        if top_p < 1.0:
-            wanted = top_p * total
-            by_mass, count, mass = _border(
-                logits, weights, size, most, step, top_k, wanted, True, BLOCK
-            )
-            if by_mass >= border:
-                each = _tie_weight(logits, weights, size, by_mass, BLOCK)
-                # Those for which mass + (how many equals come before) * each < wanted.
-                room = tl.where(each > 0.0, (wanted - mass) / tl.where(each > 0.0, each, 1.0), 1.0)
-                more = tl.minimum(tl.ceil(room), 1e9).to(tl.int32)
-                ties = tl.where(by_mass == border, tl.minimum(ties, more), more)
-                border = by_mass
-            total = _kept_mass(logits, weights, size, border, ties, BLOCK)
-        target = _uniform(seed, position) * total
-        token = _draw(logits, weights, size, border, ties, target, BLOCK)
+        else:
+            chosen, right = _choose_near(
+                logits, size, best, sums, tops + i * GROUPS, groups + i * HITS, tokens + i * MOST,
+                values + i * MOST, most, pattern, temperature, min_p, top_k, limited, top_p,
+                number, PARTS, SPACE, GROUP, GROUPS, GROUPS_SPACE, HITS, FEW, MOST, BLOCK,
+            )  # fmt: skip
+            if right:
+                token = chosen
+            else:
+                token = _choose(
+                    logits, weights, size, most, pattern, temperature, min_p, top_k, top_p,
+                    number, BLOCK,
+                )  # fmt: skip
     tl.store(out + i, tl.where(finite, token, -1))
     # A table holds tokens only: where there is none, what is computed next means nothing.
     if position < table_size:
         tl.store(token_table + row * table_stride + position, tl.where(finite, token, 0))
+
+
+@triton.jit
+def _choose_near(
+    logits, size, best, sums, tops, groups, tokens, values, most, bits, temperature, min_p, top_k,
+    limited, top_p, number, PARTS: tl.constexpr, SPACE: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_SPACE: tl.constexpr, HITS: tl.constexpr, FEW: tl.constexpr,
+    MOST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(the token, whether it is right), by looking at likely tokens only."""
+    group = tl.arange(0, GROUPS_SPACE)
+    top = tl.load(tops + group, mask=group < GROUPS, other=float("-inf"))
+    top = _ordered(top)
+    step = _step(bits)
+    lowest = _lowest(most, temperature, min_p)
+    by_count = limited & (top_k <= HITS)
+    enough = tl.where(by_count, top_k, HITS - HITS // 4).to(tl.int32)
+    limit = tl.where(by_count, tl.minimum(enough + enough // 4 + 8, HITS), HITS)
+    low, hits = _threshold(top, most, lowest, enough, limit, step)
+    whole = low == lowest
+    rest = tl.full((), -1.0, tl.float64)
+    if (not limited) & (min_p == 0.0):
+        rest = tl.sum(_part_masses(best, sums, most, temperature, PARTS, SPACE), 0)
+    chosen = tl.full((), -1, tl.int32)
+    right = (hits <= HITS) & (whole | by_count | (rest >= 0.0))
+    if right:
+        hit = (top >= low).to(tl.int32)
+        tl.store(groups + tl.cumsum(hit, 0) - 1, group, mask=hit > 0)
+        tl.debug_barrier()  # what follows is read by other threads than wrote it
+        count = _gather(logits, size, low, groups, hits, tokens, values, GROUP, MOST, BLOCK)
+        tl.debug_barrier()
+        if count <= FEW:
+            chosen, right = _choose_among(
+                tokens, values, count, whole, rest, low, step, most, temperature, min_p, top_k,
+                limited, top_p, number, FEW,
+            )  # fmt: skip
+        elif count <= MOST:
+            chosen, right = _choose_among(
+                tokens, values, count, whole, rest, low, step, most, temperature, min_p, top_k,
+                limited, top_p, number, MOST,
+            )  # fmt: skip
+        else:
+            right = count <= MOST
+    return chosen, right
 
 
 def sample(
@@ -285,22 +233,35 @@ def sample(
     kernels may start while what ran before ends, which must have written nothing but the logits.
     """
     count, size = logits.shape
-    device = logits.device
-    shape = (0, 0) if greedy else (count, size)
-    weights = torch.empty(shape, dtype=torch.float64, device=device)
     parts = triton.cdiv(size, BLOCK)
-    best = torch.empty(count, parts, dtype=torch.float32, device=device)
-    where = torch.empty(count, parts, dtype=torch.int32, device=device)
-    bits = torch.empty(count, parts, dtype=torch.int64, device=device)
-    pdl = overlap and overlaps(device)
+    group = 8
+    while parts * BLOCK // group > GROUPS:
+        group *= 2
+    groups = parts * BLOCK // group
+    few, most = CANDIDATES
+
+    def space(width: int, dtype: torch.dtype, *, always: bool = False) -> Tensor:
+        shape = (count, width) if always or not greedy else (0, 0)
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    best = space(parts, torch.float32, always=True)
+    where = space(parts, torch.int32, always=True)
+    bits, tops = space(parts, torch.int32), space(groups, torch.float32)
+    sums, weights = space(parts, torch.float64), space(size, torch.float64)
+    hits, tokens = space(HITS, torch.int32), space(most, torch.int32)
+    values = space(most, torch.float32)
+    pdl = overlap and overlaps(logits.device)
     _largest_kernel[(count, parts)](
-        logits, best, where, bits, logits.stride(0), size, PARTS=parts, BLOCK=BLOCK, PDL=pdl,
+        logits, best, where, bits, tops, sums, rows, numbers, integers, logits.stride(0), size,
+        PARTS=parts, GREEDY=greedy, GROUP=group, BLOCK=BLOCK, PDL=pdl,
         num_warps=8, **launch_options(pdl),
     )  # fmt: skip
     _sample_kernel[(count,)](
-        logits, best, where, bits, rows, positions, numbers, integers, weights, token_table, out,
-        logits.stride(0), size, token_table.stride(0), token_table.shape[1], size,
-        PARTS=parts, SPACE=triton.next_power_of_2(parts), GREEDY=greedy, BLOCK=BLOCK, PDL=pdl,
+        logits, best, where, bits, tops, sums, hits, tokens, values, weights, rows, positions,
+        numbers, integers, token_table, out, logits.stride(0), size, token_table.stride(0),
+        token_table.shape[1], size, PARTS=parts, SPACE=triton.next_power_of_2(parts),
+        GREEDY=greedy, GROUP=group, GROUPS=groups, GROUPS_SPACE=triton.next_power_of_2(groups),
+        HITS=HITS, FEW=few, MOST=most, BLOCK=BLOCK, PDL=pdl,
         num_warps=1 if greedy else 8, **launch_options(pdl),
     )  # fmt: skip
 

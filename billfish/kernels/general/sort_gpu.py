@@ -139,9 +139,14 @@ def _move(
     d = tl.arange(0, DIGITS)[None, :]
     first = begin + tl.arange(0, WARPS)[:, None] * stretch + lane
     key = tl.load(keys + first, mask=first < end, other=0)
+    if PAIRS:
+        value = tl.load(values + first, mask=first < end, other=0)
     for start in range(0, stretch, 32):
         i = first + start
-        coming = tl.load(keys + i + 32, mask=(i + 32 < end) & (start + 32 < stretch), other=0)
+        next = (i + 32 < end) & (start + 32 < stretch)
+        coming = tl.load(keys + i + 32, mask=next, other=0)
+        if PAIRS:
+            value_coming = tl.load(values + i + 32, mask=next, other=0)
         digit = _digit(key, shift, FLOAT, SIGN, INFINITY, DESCENDING)
         rank, counts = _tally(digit, i < end, lane, d + tl.zeros([WARPS, 1], tl.int32))
         # Flat, or the compiler would exchange them between threads to write another way.
@@ -151,8 +156,8 @@ def _move(
         there = tl.reshape(i < end, [WARPS * 32])
         tl.store(out + to, tl.reshape(key, [WARPS * 32]), mask=there)
         if PAIRS:
-            value = tl.load(values + i, mask=i < end)
             tl.store(values_out + to, tl.reshape(value, [WARPS * 32]), mask=there)
+            value = value_coming
         place += counts
         key = coming
 

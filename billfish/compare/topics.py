@@ -177,9 +177,9 @@ KNOWN: dict[tuple[str, str], _Known] = {
     ),
     ("sample", "bisection, no sort"): _Known(
         "cached",
-        "The border of the kept tokens is found by bisection over the bits of their logits, read "
-        "anew from the cache. Without: a row is sorted.",
-        ("sample_gpu:_border", "sample_gpu:_sample_kernel"),
+        "A row is read once. The border of the kept tokens is found by bisection over the bits of "
+        "the logits of the likeliest, in registers. Without: a row is sorted.",
+        ("sample_gpu:_choose_near", "_sample_triton:_choose_among"),
     ),
     ("matmul", "tiles in groups"): _Known(
         "cached",

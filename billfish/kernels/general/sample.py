@@ -3,8 +3,10 @@
 The textbook sorts a vocabulary to find the k likeliest tokens, or those that make up a share p of
 the probability, and reads or writes it a dozen times. Here (`sample_gpu.py`) the logit down to
 which tokens are kept is found by bisection over the bit patterns of floats, which order as integers
-do: each round only counts, and tokens keep their places. One number decides, drawn from a seed and
-a position alone: neither the other rows of a batch nor the machine change what a row gets.
+do: each round only counts, and tokens keep their places. A row is read once, and the rounds look at
+a thousand or two of its tokens that the kept ones are nearly always among. One number decides,
+drawn from a seed and a position alone: neither the other rows of a batch nor the machine change
+what a row gets.
 
 The technique's switch: `sample_gpu.draw_tokens(..., bisect=False)` sorts.
 """

@@ -1,5 +1,6 @@
 """The radix sort on a GPU, in Triton; see `sort.py`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from billfish.kernels.general._arguments import FLOATS
+from billfish.kernels.general._ptx import LOOK_BACK, split, tally
 from billfish.kernels.general._triton import AGGREGATE, PREFIX, _read, publish
 from billfish.kernels.general.gpu import _on
 from billfish.kernels.general.scan_gpu import scan
@@ -17,12 +19,12 @@ _INFINITY = {torch.float64: 0x7FF << 52, torch.float32: 0xFF << 23, torch.bfloat
              torch.float16: 0x1F << 10}  # fmt: skip
 
 DIGITS: tl.constexpr = tl.constexpr(256)
-WARPS = 8
-STRETCH = 2048
-"""Keys that a warp takes, at most: eight times that is a tile."""
+
+WARPS, ITEMS = 16, 16
+"""Warps of a program, and keys of a thread, at most: their product times 32 is a tile."""
 
 TILES = 1024
-"""Tiles for which stretches are shortened, where there are fewer keys: some for each
+"""Tiles for which tiles are made smaller, where there are fewer keys: some for each
 multiprocessor."""
 
 PROGRAMS = 1024
@@ -57,54 +59,72 @@ def _digit(
 
 
 @triton.jit
-def _ones(word):
-    """How many bits of an int32 are set (Hacker's Delight, 5-1)."""
-    x = word.to(tl.uint32, bitcast=True)
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return ((x * 0x01010101) >> 24).to(tl.int32)
+def _words(x):
+    """Bits as one or two int32."""
+    if x.dtype.primitive_bitwidth == 64:
+        return x.to(tl.int32), (x >> 32).to(tl.int32)
+    else:
+        return (x.to(tl.int32),)
 
 
 @triton.jit
-def _tally(digit, there, lane, d):
-    """(how many lower lanes of its row have a key's digit [W, 32], how many lanes of a row have
-    each digit [W, 256]).
-
-    A row's votes on a bit are the sum of its bits, each in the place of its lane. A word that has
-    the votes for bits that are 1 and their complement for bits that are 0, all bits together, has
-    the lanes of that digit.
-    """
-    votes = tl.sum(tl.where(there, 1 << lane, 0), 1)[:, None]
-    equals = votes + tl.zeros_like(digit)
-    holders = votes + tl.zeros_like(d)
-    for b in tl.static_range(8):
-        bit = (digit >> b) & 1
-        votes = tl.sum(tl.where(there, bit << lane, 0), 1)[:, None]
-        equals &= votes ^ (bit - 1)
-        holders &= votes ^ (((d >> b) & 1) - 1)
-    return _ones(equals & ((1 << lane) - 1)), _ones(holders)
+def _joined(low, high):
+    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
-def _count(
-    keys, begin, end, stretch, shift, FLOAT: tl.constexpr, SIGN: tl.constexpr,
-    INFINITY: tl.constexpr, DESCENDING: tl.constexpr, WARPS: tl.constexpr,
+def _run(words, PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, ITEMS: tl.constexpr):
+    if len(words) == 3:
+        return tl.inline_asm_elementwise(
+            PTX, CONSTRAINTS, words, dtype=(tl.int32, tl.int32), is_pure=False, pack=ITEMS
+        )
+    elif len(words) == 4:
+        return tl.inline_asm_elementwise(
+            PTX, CONSTRAINTS, words, dtype=(tl.int32, tl.int32, tl.int32), is_pure=False,
+            pack=ITEMS,
+        )  # fmt: skip
+    elif len(words) == 5:
+        return tl.inline_asm_elementwise(
+            PTX, CONSTRAINTS, words, dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False, pack=ITEMS,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            PTX, CONSTRAINTS, words, dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False, pack=ITEMS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _split(
+    digit, slot, key, value, PAIRS: tl.constexpr, PTX: tl.constexpr, CONSTRAINTS: tl.constexpr,
+    ITEMS: tl.constexpr,
 ):  # fmt: skip
-    """Digits of each warp's stretch of a tile that begins at key `begin`: [WARPS, 256]."""
-    lane = tl.arange(0, 32)[None, :]
-    d = tl.arange(0, DIGITS)[None, :]
-    first = begin + tl.arange(0, WARPS)[:, None] * stretch + lane
-    counts = tl.zeros([WARPS, DIGITS], tl.int32)
-    key = tl.load(keys + first, mask=first < end, other=0)
-    for start in range(0, stretch, 32):
-        i = first + start
-        # The next keys are on their way while these are counted.
-        coming = tl.load(keys + i + 32, mask=(i + 32 < end) & (start + 32 < stretch), other=0)
-        digit = _digit(key, shift, FLOAT, SIGN, INFINITY, DESCENDING)
-        counts += _tally(digit, i < end, lane, d + tl.zeros([WARPS, 1], tl.int32))[1]
-        key = coming
-    return counts
+    """(how many keys have the digit that is a slot's number, keys in the order of their digits,
+    their values): of a tile."""
+    if PTX is not None:
+        WIDE: tl.constexpr = key.dtype.primitive_bitwidth == 64
+        WIDE_VALUE: tl.constexpr = value.dtype.primitive_bitwidth == 64
+        words = (digit, slot) + _words(key)
+        if PAIRS:
+            words = words + _words(value)
+        moved = _run(words, PTX, CONSTRAINTS, ITEMS)
+        keys = _joined(moved[1], moved[2]) if WIDE else moved[1].to(key.dtype)
+        values = value
+        if PAIRS:
+            first: tl.constexpr = 3 if WIDE else 2
+            if WIDE_VALUE:
+                values = _joined(moved[first], moved[first + 1])
+            else:
+                values = moved[first].to(value.dtype)
+        return moved[0], keys, values
+    else:
+        mine, other = digit[:, None], digit[None, :]
+        first = (other < mine) | ((other == mine) & (slot[None, :] < slot[:, None]))
+        comes = tl.sum(first.to(tl.int32), 1)[None, :] == slot[:, None]
+        counts = tl.sum((other == slot[:, None]).to(tl.int32), 1)
+        keys = tl.sum(tl.where(comes, key[None, :], 0), 1).to(key.dtype)
+        return counts, keys, tl.sum(tl.where(comes, value[None, :], 0), 1).to(value.dtype)
 
 
 @triton.jit
@@ -128,100 +148,93 @@ def _look_back(state, first, tile, d):
     return before
 
 
-@triton.jit
-def _move(
-    keys, values, out, values_out, place, begin, end, stretch, shift, FLOAT: tl.constexpr,
-    SIGN: tl.constexpr, INFINITY: tl.constexpr, DESCENDING: tl.constexpr, PAIRS: tl.constexpr,
-    WARPS: tl.constexpr,
-):  # fmt: skip
-    """place: [WARPS, 256], where the first key of each digit of each stretch goes."""
-    lane = tl.arange(0, 32)[None, :]
-    d = tl.arange(0, DIGITS)[None, :]
-    first = begin + tl.arange(0, WARPS)[:, None] * stretch + lane
-    key = tl.load(keys + first, mask=first < end, other=0)
-    if PAIRS:
-        value = tl.load(values + first, mask=first < end, other=0)
-    for start in range(0, stretch, 32):
-        i = first + start
-        next = (i + 32 < end) & (start + 32 < stretch)
-        coming = tl.load(keys + i + 32, mask=next, other=0)
-        if PAIRS:
-            value_coming = tl.load(values + i + 32, mask=next, other=0)
-        digit = _digit(key, shift, FLOAT, SIGN, INFINITY, DESCENDING)
-        rank, counts = _tally(digit, i < end, lane, d + tl.zeros([WARPS, 1], tl.int32))
-        # Flat, or the compiler would exchange them between threads to write another way.
-        own = tl.reshape(digit + tl.arange(0, WARPS)[:, None] * DIGITS, [WARPS * 32])
-        to = tl.gather(tl.reshape(place, [WARPS * DIGITS]), own, 0)
-        to += tl.reshape(rank, [WARPS * 32])
-        there = tl.reshape(i < end, [WARPS * 32])
-        tl.store(out + to, tl.reshape(key, [WARPS * 32]), mask=there)
-        if PAIRS:
-            tl.store(values_out + to, tl.reshape(value, [WARPS * 32]), mask=there)
-            value = value_coming
-        place += counts
-        key = coming
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def _pass_kernel(
-    keys, values, out, values_out, begins, state, ticket, n, tiles, stretch, shift, begins_row,
+    keys, values, out, values_out, begins, state, ticket, n, tiles, shift, begins_row, step,
     FLOAT: tl.constexpr, SIGN: tl.constexpr, INFINITY: tl.constexpr, DESCENDING: tl.constexpr,
-    PAIRS: tl.constexpr, ALONE: tl.constexpr, ONE_SWEEP: tl.constexpr, WARPS: tl.constexpr,
+    PAIRS: tl.constexpr, ALONE: tl.constexpr, ONE_SWEEP: tl.constexpr, TILE: tl.constexpr,
+    PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, BACK: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """Tile t is the (t % tiles)-th of row t // tiles. ALONE: each row is one tile.
 
     begins: int64, where each digit of a row begins [rows, 256]; without ONE_SWEEP, where each digit
-    of each tile does [rows, 256, tiles].
+    of each tile does [rows, 256, tiles]. step is 1, unknown to the compiler, which would give a
+    thread several neighbours if it knew, and then exchange them.
     """
     tile = tl.program_id(0).to(tl.int64)
     if ONE_SWEEP and not ALONE:
         tile = tl.atomic_add(ticket, 1, sem="relaxed")
     row, nth = tile // tiles, tile % tiles
-    begin = nth * WARPS * stretch
-    d = tl.arange(0, DIGITS)
-    counts = _count(
-        keys + row * n, begin, n, stretch, shift, FLOAT, SIGN, INFINITY, DESCENDING, WARPS
-    )
-    total = tl.sum(counts, 0)
-    if ALONE:
-        place = tl.cumsum(total, 0) - total
-    elif ONE_SWEEP:
-        place = tl.load(begins + row * begins_row + d).to(tl.int32)
-        before = tl.zeros([DIGITS], tl.int32)
-        if nth > 0:
-            publish(state, tile * DIGITS + d, total, AGGREGATE)
-            before = _look_back(state, row * tiles, tile, d)
-        publish(state, tile * DIGITS + d, before + total, PREFIX)
-        place += before
-    else:
-        place = tl.load(begins + row * begins_row + d * tiles + nth).to(tl.int32)
-    stretches = place[None, :] + tl.cumsum(counts, 0) - counts
-    _move(
-        keys + row * n, values + row * n, out + row * n, values_out + row * n, stretches, begin, n,
-        stretch, shift, FLOAT, SIGN, INFINITY, DESCENDING, PAIRS, WARPS,
-    )  # fmt: skip
+    begin = row * n + nth * TILE
+    size = tl.minimum(n - nth * TILE, TILE).to(tl.int32)
+    slot = tl.arange(0, TILE)
+    there = slot < size
+    key = tl.load(keys + begin + slot * step, mask=there, other=0)
+    value = key
+    if PAIRS:
+        value = tl.load(values + begin + slot * step, mask=there, other=0)
+    # What is not there comes last.
+    digit = tl.where(there, _digit(key, shift, FLOAT, SIGN, INFINITY, DESCENDING), DIGITS - 1)
+    counts, key, value = _split(digit, slot, key, value, PAIRS, PTX, CONSTRAINTS, ITEMS)
+    to = slot
+    if not ALONE:
+        d = tl.arange(0, DIGITS)
+        total = tl.gather(counts, d, 0)
+        total -= tl.where(d == DIGITS - 1, TILE - size, 0)
+        if ONE_SWEEP:
+            place = tl.load(begins + row * begins_row + d).to(tl.int32)
+            before = tl.zeros([DIGITS], tl.int32)
+            if nth > 0:
+                publish(state, tile * DIGITS + d, total, AGGREGATE)
+                if PTX is not None:
+                    before = tl.inline_asm_elementwise(
+                        BACK, "=r,l", [state + (tile - 1) * DIGITS + d], dtype=tl.int32,
+                        is_pure=False, pack=1,
+                    )  # fmt: skip
+                else:
+                    before = _look_back(state, row * tiles, tile, d)
+            publish(state, tile * DIGITS + d, before + total, PREFIX)
+            place += before
+        else:
+            place = tl.load(begins + row * begins_row + d * tiles + nth).to(tl.int32)
+        # Of keys of one digit, the first is at its cumulative count in the tile.
+        place -= tl.cumsum(total, 0) - total
+        to = slot + tl.gather(place, _digit(key, shift, FLOAT, SIGN, INFINITY, DESCENDING), 0)
+    tl.store(out + row * n + to, key, mask=there)
+    if PAIRS:
+        tl.store(values_out + row * n + to, value, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def _count_kernel(
-    keys, counts, n, tiles, stretch, shift, FLOAT: tl.constexpr, SIGN: tl.constexpr,
-    INFINITY: tl.constexpr, DESCENDING: tl.constexpr, WARPS: tl.constexpr,
+    keys, counts, n, tiles, shift, step, FLOAT: tl.constexpr, SIGN: tl.constexpr,
+    INFINITY: tl.constexpr, DESCENDING: tl.constexpr, TILE: tl.constexpr, PTX: tl.constexpr,
+    CONSTRAINTS: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """counts: int32 [rows, 256, tiles], of a pass."""
     tile = tl.program_id(0).to(tl.int64)
     row, nth = tile // tiles, tile % tiles
-    found = _count(
-        keys + row * n, nth * WARPS * stretch, n, stretch, shift, FLOAT, SIGN, INFINITY,
-        DESCENDING, WARPS,
-    )  # fmt: skip
-    d = tl.arange(0, DIGITS)
-    tl.store(counts + (row * DIGITS + d) * tiles + nth, tl.sum(found, 0))
+    slot = tl.arange(0, TILE)
+    there = slot < n - nth * TILE
+    key = tl.load(keys + row * n + nth * TILE + slot * step, mask=there, other=0)
+    digit = _digit(key, shift, FLOAT, SIGN, INFINITY, DESCENDING)
+    if PTX is not None:
+        found = tl.inline_asm_elementwise(
+            PTX, CONSTRAINTS, [tl.where(there, digit, -1), slot], dtype=tl.int32, is_pure=False,
+            pack=ITEMS,
+        )  # fmt: skip
+        tl.store(counts + (row * DIGITS + slot) * tiles + nth, found, mask=slot < DIGITS)
+    else:
+        d = tl.arange(0, DIGITS)
+        found = tl.histogram(digit, DIGITS, mask=there)
+        tl.store(counts + (row * DIGITS + d) * tiles + nth, found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def _all_digits_kernel(
-    keys, counts, n, run, runs, FLOAT: tl.constexpr, SIGN: tl.constexpr, INFINITY: tl.constexpr,
-    DESCENDING: tl.constexpr, PASSES: tl.constexpr, BLOCK: tl.constexpr,
+    keys, counts, n, run, runs, step, FLOAT: tl.constexpr, SIGN: tl.constexpr,
+    INFINITY: tl.constexpr, DESCENDING: tl.constexpr, PASSES: tl.constexpr, BLOCK: tl.constexpr,
+    PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """counts: int64 [PASSES, rows, 256], 0 at the start. A program counts a run of a row's keys."""
     program = tl.program_id(0).to(tl.int64)
@@ -229,17 +242,34 @@ def _all_digits_kernel(
     rows = tl.num_programs(0) // runs
     begin = (program % runs) * run
     end = tl.minimum(begin + run, n)
-    d = tl.arange(0, DIGITS)
+    slot = tl.arange(0, BLOCK)
     keys += row * n
-    for p in tl.static_range(PASSES):
-        found = tl.zeros([DIGITS], tl.int32)
+    if PTX is not None:
+        found = tl.zeros([BLOCK], tl.int32)
         for start in range(begin, end, BLOCK):
-            i = start + tl.arange(0, BLOCK)
-            key = tl.load(keys + i, mask=i < end, other=0)
-            digit = _digit(key, 8 * p, FLOAT, SIGN, INFINITY, DESCENDING)
-            found += tl.histogram(digit, DIGITS, mask=i < end)
-        place = counts + (p * rows + row) * DIGITS + d
-        tl.atomic_add(place, found.to(tl.int64), mask=found > 0, sem="relaxed")
+            there = slot < end - start
+            key = tl.load(keys + start + slot * step, mask=there, other=0)
+            digits = ()
+            for p in tl.static_range(PASSES):
+                digit = _digit(key, 8 * p, FLOAT, SIGN, INFINITY, DESCENDING)
+                digits = digits + (tl.where(there, digit, -1),)
+            found += tl.inline_asm_elementwise(
+                PTX, CONSTRAINTS, digits + (slot,), dtype=tl.int32, is_pure=False, pack=ITEMS
+            )
+        place = counts + ((slot // DIGITS) * rows + row) * DIGITS + slot % DIGITS
+        mask = (slot < PASSES * DIGITS) & (found > 0)
+        tl.atomic_add(place, found.to(tl.int64), mask=mask, sem="relaxed")
+    else:
+        d = tl.arange(0, DIGITS)
+        for p in tl.static_range(PASSES):
+            tally = tl.zeros([DIGITS], tl.int32)
+            for start in range(begin, end, BLOCK):
+                there = slot < end - start
+                key = tl.load(keys + start + slot * step, mask=there, other=0)
+                digit = _digit(key, 8 * p, FLOAT, SIGN, INFINITY, DESCENDING)
+                tally += tl.histogram(digit, DIGITS, mask=there)
+            place = counts + (p * rows + row) * DIGITS + d
+            tl.atomic_add(place, tally.to(tl.int64), mask=tally > 0, sem="relaxed")
 
 
 def sort(keys: Tensor, descending: bool, *, one_sweep: bool = True) -> Tensor:
@@ -268,9 +298,10 @@ def _sorted(
         "FLOAT": keys.dtype in FLOATS, "SIGN": sign, "DESCENDING": descending,
         "INFINITY": _INFINITY.get(keys.dtype, 0),
     }  # fmt: skip
-    wanted = triton.next_power_of_2(triton.cdiv(rows * n, TILES * WARPS))
-    stretch = min(STRETCH, max(32, min(wanted, triton.next_power_of_2(triton.cdiv(n, WARPS)))))
-    tiles = triton.cdiv(n, stretch * WARPS)
+    words = sum((x.dtype.itemsize + 3) // 4 for x in moving)
+    warps, items = _tile(rows, n, words)
+    tile = 32 * warps * items
+    tiles = triton.cdiv(n, tile)
     # Each pass reads what the last one wrote; the caller's tensors are only read.
     pools = [[torch.empty_like(x) for _ in range(min(size, 2))] for x in moving]
     with _on(keys):
@@ -286,29 +317,50 @@ def _sorted(
             if begins is not None and states is not None:
                 where, state = begins[p], states[p]
             elif not alone:
-                where = state = _begins_of_tiles(source[0], tiles, stretch, 8 * p, kind)
+                where = state = _begins_of_tiles(source[0], tiles, warps, items, 8 * p, kind)
             _pass_kernel[(rows * tiles,)](
                 source[0], source[-1], target[0], target[-1], where, state, state[-1:], n, tiles,
-                stretch, 8 * p, row_size, PAIRS=pairs, ALONE=alone,
-                ONE_SWEEP=one_sweep, WARPS=WARPS,
-                num_warps=WARPS, **kind,
+                8 * p, row_size, 1, PAIRS=pairs, ALONE=alone, ONE_SWEEP=one_sweep, TILE=tile,
+                BACK=LOOK_BACK, ITEMS=items, num_warps=warps, **_text(split, words, warps, items),
+                **kind,
             )  # fmt: skip
             source = target
     last = source[-1] if values is None else source[-1].view(values.dtype)
     return source[0].view(keys.dtype), last
 
 
+def _tile(rows: int, n: int, words: int) -> tuple[int, int]:
+    """(warps of a tile's program, keys of a thread)."""
+    if triton.knobs.runtime.interpret:
+        return 8, 1
+    most = WARPS * ITEMS // (1 if words < 3 else 2)
+    wanted = triton.next_power_of_2(triton.cdiv(rows * n, TILES * 32))
+    wanted = min(most, max(8, min(wanted, triton.next_power_of_2(triton.cdiv(n, 32)))))
+    warps = 8 if wanted <= 8 * ITEMS // 2 else WARPS
+    return warps, wanted // warps
+
+
+def _text(make: Callable[..., tuple[str, str]], *what: int) -> dict[str, str | None]:
+    """What the interpreter does without."""
+    if triton.knobs.runtime.interpret:
+        return {"PTX": None, "CONSTRAINTS": None}
+    ptx, constraints = make(*what)
+    return {"PTX": ptx, "CONSTRAINTS": constraints}
+
+
 def _prepared(keys: Tensor, tiles: int, passes: int, kind: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """(where the digits of each pass begin [passes, rows, 256], its tiles' states and ticket)."""
     rows, n = keys.shape
     counts = torch.zeros(passes, rows, 256, dtype=torch.int64, device=keys.device)
-    block = min(2048, max(256, triton.next_power_of_2(n)))
+    items = ITEMS if passes <= 4 else max(1, ITEMS // 2)
+    block = 256 if triton.knobs.runtime.interpret else 32 * WARPS * items
     runs = max(1, min(PROGRAMS // rows, triton.cdiv(n, block)))
     run = triton.cdiv(triton.cdiv(n, runs), block) * block
     runs = triton.cdiv(n, run)
     _all_digits_kernel[(rows * runs,)](
-        keys, counts, n, run, runs, PASSES=passes, BLOCK=block, num_warps=8, **kind
-    )
+        keys, counts, n, run, runs, 1, PASSES=passes, BLOCK=block, ITEMS=items, num_warps=WARPS,
+        **_text(tally, 256, passes, WARPS, items), **kind,
+    )  # fmt: skip
     begins = counts.cumsum(2).sub_(counts)
     return begins, torch.zeros(
         passes, rows * tiles * 256 + 1, dtype=torch.int64, device=keys.device
@@ -316,12 +368,13 @@ def _prepared(keys: Tensor, tiles: int, passes: int, kind: dict[str, Any]) -> tu
 
 
 def _begins_of_tiles(
-    keys: Tensor, tiles: int, stretch: int, shift: int, kind: dict[str, Any]
+    keys: Tensor, tiles: int, warps: int, items: int, shift: int, kind: dict[str, Any]
 ) -> Tensor:
     """Where each digit of each tile begins: a launch that counts, and one that adds up."""
     rows, n = keys.shape
     counts = torch.empty(rows, 256 * tiles, dtype=torch.int32, device=keys.device)
     _count_kernel[(rows * tiles,)](
-        keys, counts, n, tiles, stretch, shift, WARPS=WARPS, num_warps=WARPS, **kind
-    )
+        keys, counts, n, tiles, shift, 1, TILE=32 * warps * items, ITEMS=items, num_warps=warps,
+        **_text(tally, 256, 1, warps, items), **kind,
+    )  # fmt: skip
     return scan(counts, True, "sum", False)

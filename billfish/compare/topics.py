@@ -63,7 +63,7 @@ KNOWN: dict[tuple[str, str], _Known] = {
         "shared",
         "Each program counts in shared memory and adds its counts once. Without: an atomic in "
         "device memory for every value.",
-        ("histogram_gpu:_histogram_kernel",),
+        ("histogram_gpu:_histogram_kernel", "_ptx:tally"),
     ),
     ("reduce", "one launch"): _Known(
         "synchronized",
@@ -128,7 +128,7 @@ KNOWN: dict[tuple[str, str], _Known] = {
         "synchronized",
         "A pass is one launch that reads keys once: tiles learn by decoupled look-back where their "
         "digits go. Without: counting, adding up and moving are three launches that read twice.",
-        ("sort_gpu:_pass_kernel", "sort_gpu:_look_back"),
+        ("sort_gpu:_pass_kernel", "_ptx:split"),
     ),
     ("heat_equation", "coalesced"): _Known(
         "coalesced",

@@ -36,10 +36,10 @@ class _Text:
 def tally(bins: int, fields: int, warps: int, items: int) -> tuple[str, str]:
     """(text, constraints): how often each bin occurs in a tile.
 
-    Inputs: fields bins of each element, below 0 where it is not counted; its slot. Output: at slot
-    f * bins + b, how often bin b occurs as field f; at later slots nothing of use.
+    Inputs: the slot of each element; `fields` bins, below 0 where it is not counted. Output: at
+    slot f * bins + b, how often bin b occurs as field f; at later slots nothing of use.
     """
-    inputs = [f"bin{f}" for f in range(fields)] + ["slot"]
+    inputs = ["slot"] + [f"bin{f}" for f in range(fields)]
     text = _Text(["count"], inputs, items)
     threads, words = 32 * warps, fields * bins
     text.add(
@@ -74,7 +74,7 @@ def tally(bins: int, fields: int, warps: int, items: int) -> tuple[str, str]:
 def split(words: int, warps: int, items: int) -> tuple[str, str]:
     """(text, constraints): a tile in the order of its digits, equal ones in the order of slots.
 
-    Inputs: a digit of 0..255 of each element, its slot, `words` 32-bit words that go along.
+    Inputs: the slot of each element, a digit of 0..255, `words` 32-bit words that go along.
     Outputs: at slot d, how many elements have digit d; at each slot, the words of the element that
     comes there. At least 8 warps.
 
@@ -82,15 +82,15 @@ def split(words: int, warps: int, items: int) -> tuple[str, str]:
     its equals; their count so far in the stretch is kept in shared memory, a counter a digit and
     warp. Counters added up over warps and digits are where each element goes.
     """
-    inputs = ["digit", "slot"] + [f"word{w}" for w in range(words)]
+    inputs = ["slot", "digit"] + [f"word{w}" for w in range(words)]
     text = _Text(["count"] + [f"moved{w}" for w in range(words)], inputs, items)
     size = 32 * warps * items
     text.add(
         f".shared .align 16 .b8 tile[{4 * size}]", f".shared .align 16 .b8 seen[{512 * warps}]",
         ".shared .align 16 .b8 sums[64]", ".shared .align 16 .b8 begins[1024]",
         ".shared .align 16 .b8 totals[1024]",
-        ".reg .b32 buffer, counters, mine, lane, warp, lower, at, mask, votes, bit, old, more, none",
-        ".reg .b32 total, begin, part", f".reg .b32 d<{items}>, rank<{items}>",
+        ".reg .b32 buffer, counters, mine, lane, warp, lower, at, mask, votes, bit, old, more",
+        ".reg .b32 none, total, begin, part", f".reg .b32 d<{items}>, rank<{items}>",
         ".reg .pred is, first, low",
         "mov.u32 buffer, tile", "mov.u32 mine, %tid.x", "mov.u32 none, 0",
         "and.b32 lane, mine, 31", "shr.u32 warp, mine, 5",
@@ -132,7 +132,9 @@ def split(words: int, warps: int, items: int) -> tuple[str, str]:
         )  # fmt: skip
     text.add("mov.u32 begin, total")
     for step in (1, 2, 4, 8, 16):
-        text.add(f"shfl.sync.up.b32 part|is, begin, {step}, 0, -1", "@is add.u32 begin, begin, part")
+        text.add(
+            f"shfl.sync.up.b32 part|is, begin, {step}, 0, -1", "@is add.u32 begin, begin, part"
+        )
     text.add(
         "setp.eq.u32 first, lane, 31", "mov.u32 old, sums", "shl.b32 at, warp, 2",
         "add.u32 at, at, old", "setp.lt.u32 is, warp, 8", "and.pred first, first, is",

@@ -2,8 +2,8 @@
 
 Counting straight into memory takes an atomic a value, and where many values fall into one bin (a
 skewed input) they queue at one address. Here a program counts a run of values into bins of its own,
-in shared memory and registers, and adds those to the result once: the queue at a bin is
-as long as there are programs, not values.
+in shared memory, and adds those to the result once: the queue at a bin is as long as there are
+programs, not values. (`_ptx.py`: Triton's own histogram does not count by address, it compares.)
 
 The technique's switch: `histogram_gpu.histogram(..., private=False)` counts straight into memory,
 which is also what is done for more bins than a program can hold.

@@ -48,7 +48,7 @@ def _histogram_kernel(
             tl.atomic_add(out + bin, tl.full([BLOCK], 1, tl.int64), mask=counted, sem="relaxed")
         elif PTX is not None:
             counts += tl.inline_asm_elementwise(
-                PTX, CONSTRAINTS, [tl.where(counted, bin, -1), slot], dtype=tl.int32,
+                PTX, CONSTRAINTS, [slot, tl.where(counted, bin, -1)], dtype=tl.int32,
                 is_pure=False, pack=ITEMS,
             )  # fmt: skip
         else:

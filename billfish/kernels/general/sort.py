@@ -11,7 +11,10 @@ of one tile need neither.
 
 Within a tile each warp has a stretch of its own and goes through it 32 keys at a time. The 8 bits
 of their digits make 8 words of 32 votes; the votes that agree with a key's own bits are its equals
-among the 32, those of lower lanes its rank; the same words give the counts of all digits.
+among the 32, those of lower lanes its rank, and the first of them adds their number to the digit's
+counter in shared memory. When all are counted, keys are put in the order of their digits there, so
+that those of one digit, which go to one stretch of memory, are written side by side. Triton has no
+word for counters and moves by address in shared memory: `_ptx.py` has them.
 
 Bits of keys are moved as they are, and only compared in another form: integers with their sign
 turned; floats as integers that order as the numbers do, minus zero as zero, NaN as the greatest.

@@ -105,9 +105,10 @@ def _split(
     if PTX is not None:
         WIDE: tl.constexpr = key.dtype.primitive_bitwidth == 64
         WIDE_VALUE: tl.constexpr = value.dtype.primitive_bitwidth == 64
-        words = (digit, slot) + _words(key)
+        words = (slot, digit)
+        words += _words(key)
         if PAIRS:
-            words = words + _words(value)
+            words += _words(value)
         moved = _run(words, PTX, CONSTRAINTS, ITEMS)
         keys = _joined(moved[1], moved[2]) if WIDE else moved[1].to(key.dtype)
         values = value
@@ -220,7 +221,7 @@ def _count_kernel(
     digit = _digit(key, shift, FLOAT, SIGN, INFINITY, DESCENDING)
     if PTX is not None:
         found = tl.inline_asm_elementwise(
-            PTX, CONSTRAINTS, [tl.where(there, digit, -1), slot], dtype=tl.int32, is_pure=False,
+            PTX, CONSTRAINTS, [slot, tl.where(there, digit, -1)], dtype=tl.int32, is_pure=False,
             pack=ITEMS,
         )  # fmt: skip
         tl.store(counts + (row * DIGITS + slot) * tiles + nth, found, mask=slot < DIGITS)
@@ -249,12 +250,12 @@ def _all_digits_kernel(
         for start in range(begin, end, BLOCK):
             there = slot < end - start
             key = tl.load(keys + start + slot * step, mask=there, other=0)
-            digits = ()
+            operands = (slot,)
             for p in tl.static_range(PASSES):
                 digit = _digit(key, 8 * p, FLOAT, SIGN, INFINITY, DESCENDING)
-                digits = digits + (tl.where(there, digit, -1),)
+                operands += (tl.where(there, digit, -1),)
             found += tl.inline_asm_elementwise(
-                PTX, CONSTRAINTS, digits + (slot,), dtype=tl.int32, is_pure=False, pack=ITEMS
+                PTX, CONSTRAINTS, operands, dtype=tl.int32, is_pure=False, pack=ITEMS
             )
         place = counts + ((slot // DIGITS) * rows + row) * DIGITS + slot % DIGITS
         mask = (slot < PASSES * DIGITS) & (found > 0)

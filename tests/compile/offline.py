@@ -84,10 +84,14 @@ def fake_device(capability: int = 90) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class MachineCode:
-    """What the assembler made of a kernel: its SASS and the assembler's own report."""
+    """What the assembler made of a kernel: its SASS and the assembler's own report.
+
+    dynamic_shared: bytes of shared memory that the launch asks for.
+    """
 
     sass: str
     report: str
+    dynamic_shared: int = 0
 
     def count(self, opcode: str) -> int:
         """How many instructions start with `opcode`, for example "HGMMA" or "LDS.128"."""
@@ -97,6 +101,12 @@ class MachineCode:
     def spill_bytes(self) -> int:
         """Bytes of registers stored to local memory."""
         return sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", self.report))
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory, declared and asked for."""
+        declared = max((int(n) for n in re.findall(r"(\d+) bytes smem", self.report)), default=0)
+        return declared + self.dynamic_shared
 
     @property
     def registers(self) -> int:
@@ -127,7 +137,7 @@ def machine_code(kernel: Any, arch: str = "sm_90a") -> MachineCode:
             # The triton package has a second assembler for the chips that its first does not know.
             ptxas = "ptxas-blackwell" if arch.startswith("sm_1") else "ptxas"
             _reports[ptx] = _run(ptxas, "-v", f"--gpu-name={arch}", str(source), "-o", again)
-    return MachineCode(sass, _reports[ptx])
+    return MachineCode(sass, _reports[ptx], kernel.metadata.shared)
 
 
 def _run(tool: str, *arguments: str) -> str:

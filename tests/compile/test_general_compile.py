@@ -181,7 +181,7 @@ def test_transpose(monkeypatch, dtype):
     assert straight.count("STG.E.128") == 0
 
 
-@pytest.mark.parametrize(("dtype", "bins"), [(torch.float32, 2048), (torch.uint8, 32)])
+@pytest.mark.parametrize(("dtype", "bins"), [(torch.float32, 8192), (torch.uint8, 32)])
 def test_histogram(monkeypatch, dtype, bins):
     x = torch.empty(1 << 20, dtype=dtype)
     for private in (True, False):
@@ -191,6 +191,7 @@ def test_histogram(monkeypatch, dtype, bins):
         )  # fmt: skip
         # Counted into shared memory, a value by a value.
         assert ("ATOMS" in code.sass) == private
+        assert code.shared <= 48 << 10
 
 
 def test_compact(monkeypatch):
@@ -285,7 +286,11 @@ def test_sort(monkeypatch):
         sort_gpu, "scan", lambda counts, *_: torch.empty(counts.shape, dtype=torch.int64)
     )
     launch = lambda: sort_gpu.sort_pairs(keys, values, False)  # noqa: E731
-    code = of_both(monkeypatch, sort_gpu, "_pass_kernel", launch)
+    code = compiled(monkeypatch, sort_gpu, "_pass_kernel", launch, 80)
+    code = compiled(monkeypatch, sort_gpu, "_pass_kernel", launch, 90)
+    # Three programs a multiprocessor, for a few registers spilled.
+    assert code.registers <= 80
+    assert code.spill_bytes < 256
     # Votes of 32 lanes in one instruction, 8 of each key of a thread.
     assert code.count("VOTE.ANY") > 0
     assert code.count("VOTE.ANY") % 8 == 0
@@ -296,8 +301,22 @@ def test_sort(monkeypatch):
         ("_all_digits_kernel", launch), ("_pass_kernel", apart), ("_count_kernel", apart)
     ):  # fmt: skip
         code = compiled(monkeypatch, sort_gpu, name, launched, 90)
-        assert code.spill_bytes == 0
+        assert code.spill_bytes < 256
         assert "ATOMG" not in code.sass
+
+
+@pytest.mark.parametrize("key", [torch.uint8, torch.float32, torch.int64])
+@pytest.mark.parametrize("value", [None, torch.int32, torch.int64])
+def test_sort_fits_into_shared_memory(monkeypatch, key, value):
+    """A launch that asks for more than 48 KiB, declared memory included, fails on the GPU, where
+    Triton has not announced it: it does not count what is declared in PTX."""
+    keys = torch.empty(1, 1 << 22, dtype=key)
+    values = None if value is None else torch.empty(1, 1 << 22, dtype=value)
+    launch = lambda: sort_gpu._sorted(keys, values, False, True)  # noqa: E731
+    for name in ("_pass_kernel", "_all_digits_kernel"):
+        code = compiled(monkeypatch, sort_gpu, name, launch, 90)
+        assert 4096 < code.shared <= 48 << 10
+        assert code.spill_bytes < 256
 
 
 def test_elementwise(monkeypatch):

@@ -9,8 +9,12 @@ from billfish.kernels.general._triton import AGGREGATE, PREFIX, look_back, publi
 from billfish.kernels.general.gpu import _on
 from billfish.kernels.general.scan_gpu import scan
 
-BLOCK = 8192
-"""Values of a tile: that many are read and written while a tile waits for those before it."""
+BLOCK = 4096
+"""Values of a tile, at most 16 a thread."""
+
+REGISTERS = 64
+"""Of a thread: four programs share a multiprocessor, and read and write while others wait for the
+tiles before theirs."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -65,14 +69,15 @@ def compact(
     bits = _BITS[x.dtype.itemsize]
     mask = keep.contiguous().view(torch.uint8)
     tiles = triton.cdiv(n, block)
-    warps = max(1, min(16, block // 512))
+    warps = max(1, min(8, block // 512))
+    limit = {} if triton.knobs.runtime.interpret else {"maxnreg": REGISTERS}
     source = x.contiguous().view(bits)
     with _on(x):
         if fused:
             state = torch.zeros(tiles + 1, dtype=torch.int64, device=x.device)
             _compact_kernel[(tiles,)](
                 source, mask, out.view(bits), count, state, state[-1:], n, 1, BLOCK=block,
-                num_warps=warps,
+                num_warps=warps, **limit,
             )  # fmt: skip
         else:
             place = scan(mask.view(1, -1), False, "sum", False)

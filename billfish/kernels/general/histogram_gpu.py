@@ -15,8 +15,8 @@ shared memory has its end."""
 
 PROGRAMS = 1024
 
-WARPS, ITEMS = 16, 16
-"""Warps of a program that has bins of its own, and values of a thread that it counts at a time."""
+ITEMS = 16
+"""Values of a thread that a program with bins of its own counts at a time."""
 
 
 @triton.jit(do_not_specialize=["step"])
@@ -69,16 +69,17 @@ def histogram(
         return out
     x = x.contiguous()
     private = private and bins <= PRIVATE_BINS
-    ptx = constraints = None
+    ptx, constraints, warps = None, None, 8
     if private and not triton.knobs.runtime.interpret:
-        block = 32 * WARPS * ITEMS
-        ptx, constraints = tally(triton.next_power_of_2(bins), 1, WARPS, ITEMS)
+        warps = 8 if bins <= 4096 else 16  # as many values at a time as there are bins
+        block = 32 * warps * ITEMS
+        ptx, constraints = tally(triton.next_power_of_2(bins), 1, warps, ITEMS)
     # Runs are long, that adding the bins weighs little; the sums are integers, any order will do.
     run = max(block, triton.cdiv(triton.cdiv(n, PROGRAMS), block) * block)
     with _on(x):
         _histogram_kernel[(triton.cdiv(n, run),)](
             x, out, n, run, bins, low, scale, 1, FLOAT=x.dtype in FLOATS, PRIVATE=private,
             BINS=max(32, triton.next_power_of_2(bins)) if private else 32, BLOCK=block, PTX=ptx,
-            CONSTRAINTS=constraints, ITEMS=ITEMS, num_warps=8 if ptx is None else WARPS,
+            CONSTRAINTS=constraints, ITEMS=ITEMS, num_warps=warps,
         )  # fmt: skip
     return out

@@ -20,8 +20,13 @@ _INFINITY = {torch.float64: 0x7FF << 52, torch.float32: 0xFF << 23, torch.bfloat
 
 DIGITS: tl.constexpr = tl.constexpr(256)
 
-WARPS, ITEMS = 16, 16
-"""Warps of a program, and keys of a thread, at most: their product times 32 is a tile."""
+WARPS, ITEMS = 8, 16
+"""Warps of a program, one for every 32 digits, and keys of a thread, at most: their product times
+32 is a tile. What is declared in PTX and what Triton takes for itself have to fit into 48 KiB of
+shared memory: Triton asks for more by its own part alone."""
+
+REGISTERS = 80
+"""Of a thread: some spill a few, and three programs share a multiprocessor instead of two."""
 
 TILES = 1024
 """Tiles for which tiles are made smaller, where there are fewer keys: some for each
@@ -300,8 +305,9 @@ def _sorted(
         "INFINITY": _INFINITY.get(keys.dtype, 0),
     }  # fmt: skip
     words = sum((x.dtype.itemsize + 3) // 4 for x in moving)
-    warps, items = _tile(rows, n, words)
-    tile = 32 * warps * items
+    items = _items(rows, n, words)
+    tile = 32 * WARPS * items
+    limit = {} if triton.knobs.runtime.interpret else {"maxnreg": REGISTERS}
     tiles = triton.cdiv(n, tile)
     # Each pass reads what the last one wrote; the caller's tensors are only read.
     pools = [[torch.empty_like(x) for _ in range(min(size, 2))] for x in moving]
@@ -318,27 +324,25 @@ def _sorted(
             if begins is not None and states is not None:
                 where, state = begins[p], states[p]
             elif not alone:
-                where = state = _begins_of_tiles(source[0], tiles, warps, items, 8 * p, kind)
+                where = state = _begins_of_tiles(source[0], tiles, items, 8 * p, kind)
             _pass_kernel[(rows * tiles,)](
                 source[0], source[-1], target[0], target[-1], where, state, state[-1:], n, tiles,
                 8 * p, row_size, 1, PAIRS=pairs, ALONE=alone, ONE_SWEEP=one_sweep, TILE=tile,
-                BACK=LOOK_BACK, ITEMS=items, num_warps=warps, **_text(split, words, warps, items),
-                **kind,
+                BACK=LOOK_BACK, ITEMS=items, num_warps=WARPS, **_text(split, words, WARPS, items),
+                **kind, **limit,
             )  # fmt: skip
             source = target
     last = source[-1] if values is None else source[-1].view(values.dtype)
     return source[0].view(keys.dtype), last
 
 
-def _tile(rows: int, n: int, words: int) -> tuple[int, int]:
-    """(warps of a tile's program, keys of a thread)."""
+def _items(rows: int, n: int, words: int) -> int:
+    """Keys of a thread: fewer where rows are short, there are few in all, or they are wide."""
     if triton.knobs.runtime.interpret:
-        return 8, 1
-    most = WARPS * ITEMS // (1 if words < 3 else 2)
-    wanted = triton.next_power_of_2(triton.cdiv(rows * n, TILES * 32))
-    wanted = min(most, max(8, min(wanted, triton.next_power_of_2(triton.cdiv(n, 32)))))
-    warps = 8 if wanted <= 8 * ITEMS // 2 else WARPS
-    return warps, wanted // warps
+        return 1
+    most = ITEMS if words < 3 else ITEMS // 2
+    wanted = min(triton.cdiv(rows * n, TILES), n)
+    return min(most, max(1, triton.next_power_of_2(triton.cdiv(wanted, 32 * WARPS))))
 
 
 def _text(make: Callable[..., tuple[str, str]], *what: int) -> dict[str, str | None]:
@@ -369,13 +373,13 @@ def _prepared(keys: Tensor, tiles: int, passes: int, kind: dict[str, Any]) -> tu
 
 
 def _begins_of_tiles(
-    keys: Tensor, tiles: int, warps: int, items: int, shift: int, kind: dict[str, Any]
+    keys: Tensor, tiles: int, items: int, shift: int, kind: dict[str, Any]
 ) -> Tensor:
     """Where each digit of each tile begins: a launch that counts, and one that adds up."""
     rows, n = keys.shape
     counts = torch.empty(rows, 256 * tiles, dtype=torch.int32, device=keys.device)
     _count_kernel[(rows * tiles,)](
-        keys, counts, n, tiles, shift, 1, TILE=32 * warps * items, ITEMS=items, num_warps=warps,
-        **_text(tally, 256, 1, warps, items), **kind,
+        keys, counts, n, tiles, shift, 1, TILE=32 * WARPS * items, ITEMS=items, num_warps=WARPS,
+        **_text(tally, 256, 1, WARPS, items), **kind,
     )  # fmt: skip
     return scan(counts, True, "sum", False)

@@ -258,7 +258,7 @@ def _all_digits_kernel(
             operands = (slot,)
             for p in tl.static_range(PASSES):
                 digit = _digit(key, 8 * p, FLOAT, SIGN, INFINITY, DESCENDING)
-                operands += (tl.where(there, digit, -1),)
+                operands += (tl.where(there, digit, -1),)  # type: ignore[assignment]
             found += tl.inline_asm_elementwise(
                 PTX, CONSTRAINTS, operands, dtype=tl.int32, is_pure=False, pack=ITEMS
             )

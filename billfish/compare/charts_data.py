@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from billfish.compare import engine_tables
 from billfish.compare.records import Record, Records, Row
 
 Json = dict[str, Any]
@@ -38,6 +39,8 @@ def charts(records: Records, names: Iterable[str]) -> Json:
         "cache": cache(records.get("engine_cache")) if "paged_attention" in names else None,
         "step": step(records.get("step")),
         "serving": serving(records),
+        "engine": engine_tables.summary(records),
+        "engine_step": engine_tables.step_rows(records),
         "general": general(records.get("general")) if "general" in names else [],
         "domains": domains(records.get("general")) if "general" in names else {},
         "wrong": wrong(records.get("general")) if "general" in names else [],

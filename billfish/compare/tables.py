@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from billfish.compare import build, records
+from billfish.compare import build, engine_tables, records
 from billfish.compare.catalogue import DOMAINS, ROWS
 from billfish.compare.figures import shown, sized
 from billfish.errors import RecordError
@@ -202,6 +202,11 @@ def cache(document: Json) -> str:
     return "\n".join([*lines, "", _source(document, "engine_cache")])
 
 
+def _of_engine(document: Json, name: str) -> str:
+    make, record = engine_tables.TABLES[name]
+    return f"{make(document)}\n\n{_source(document, record)}" if record else make(document)
+
+
 def _line(cells: Iterable[str]) -> str:
     # A bar would end a cell, and stars in a formula would be read as emphasis.
     escaped = (
@@ -234,6 +239,7 @@ TABLES: Mapping[str, Callable[[Json], str]] = {
     **{f"general {domain}": partial(general, domain=domain) for domain in DOMAINS},
     "tutorial": tutorial,
     "cache": cache,
+    **{name: partial(_of_engine, name=name) for name in engine_tables.TABLES},
 }
 
 

@@ -132,6 +132,46 @@ def test_switches_and_layers_of_products():
     assert layer == [["chain M=1", "products", "3", "2", "1.50"]]
 
 
+def test_a_whole_model_on_a_gpu():
+    row = {"impl": "billfish", "measure": "tpot_ms", "batch": 1, "prompt": 512, "value": 2.0}
+    start = {**row, "measure": "start_s", "prompt": 64, "compiled": "cold", "value": 12.5}
+    ours = [
+        {**row, "batch": 32, "prompt": 8192, "value": 10.0}, {**row, "head": "bfloat16"},
+        {**row, "head": "int8", "value": 1.75}, {**row, "weights": "dense", "value": 4.0},
+        {**row, "sampling": '{"temperature": 1.0, "top_k": 40}', "prompt": 128, "value": 2.5},
+        {**start, "phases": {"imports": 4.0, "graphs": 1.5}},
+        {**row, "measure": "output_tok_s", "batch": 1000, "prompt": 220000, "value": 14000.0},
+    ]  # fmt: skip
+    theirs = [
+        {**row, "impl": "vllm-marlin", "value": 3.0}, {**row, "impl": "vllm-bf16", "value": 4.8},
+        {**row, "impl": "vllm-machete", "value": 3.5},
+    ]  # fmt: skip
+    step = {"part": "o", "batch": 1, "us": 287.8, "floor_us": 67.3}
+    gaps = {"part": "gaps", "batch": 1, "us": 20.2}
+    made = {
+        name: Record(name, "recorded", HEAD, rows)
+        for name, rows in
+        (("engine_gpu", ours), ("engine_vllm", theirs), ("step", [step, gaps]))
+    }  # fmt: skip
+    document = build.comparison(made, ("paged_attention",), gpu=None)
+
+    def table(name: str) -> list[list[str]]:
+        return cells(tables.TABLES[f"engine {name}"](document))
+
+    assert table("decode") == [
+        ["billfish", "2", "10"],
+        ["with the head in INT8", "1.75", "–"],
+        ["billfish, bfloat16 weights", "4", "–"],
+        ["vLLM, INT4, recorded", "3", "–"],
+        ["vLLM's time over ours", "1.50x", "–"],
+    ]
+    assert tables.TABLES["engine prefill"](document) == "Not measured yet."
+    assert table("sampling") == [["temperature 1.0, top_k 40", "2.5"]]
+    assert table("starts") == [["first", "12.5", "4", "1.5"]]
+    assert table("many") == [["billfish", "14,000"]]
+    assert table("step") == [["o", "288", "67"], ["gaps", "20", "–"]]
+
+
 def test_claims_of_the_families(complete):
     rows = {row[0]: row[1:] for row in cells(tables.TABLES["families"](complete))}
     speed = complete["families"]["marlin"]["claims"]["performance"][0]

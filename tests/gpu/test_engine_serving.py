@@ -124,7 +124,8 @@ def test_sleep_gives_memory_back_and_wake_brings_the_same_answers() -> None:
     assert outputs(engine, batch, [f"{number} again" for number in range(len(batch))]) == {
         name.replace("/", " again/"): value for name, value in want.items()
     }
-    assert torch.cuda.memory_allocated() <= before + (1 << 20)
+    # What products count in is kept for each captured call, a few bytes each.
+    assert torch.cuda.memory_allocated() <= before + (16 << 20)
 
 
 FORMS = {

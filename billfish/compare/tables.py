@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from billfish.compare import build, engine_tables, records
+from billfish.compare import attention_tables, build, engine_tables, records
 from billfish.compare.catalogue import DOMAINS, ROWS
 from billfish.compare.figures import shown, sized
 from billfish.errors import RecordError
@@ -207,6 +207,12 @@ def _of_engine(document: Json, name: str) -> str:
     return f"{make(document)}\n\n{_source(document, record)}" if record else make(document)
 
 
+def _of_attention(document: Json, name: str) -> str:
+    make, record = attention_tables.TABLES[name]
+    table = make()
+    return table if table == attention_tables.NOT_YET else f"{table}\n\n{_source(document, record)}"
+
+
 def _line(cells: Iterable[str]) -> str:
     # A bar would end a cell, and stars in a formula would be read as emphasis.
     escaped = (
@@ -240,6 +246,7 @@ TABLES: Mapping[str, Callable[[Json], str]] = {
     "tutorial": tutorial,
     "cache": cache,
     **{name: partial(_of_engine, name=name) for name in engine_tables.TABLES},
+    **{name: partial(_of_attention, name=name) for name in attention_tables.TABLES},
 }
 
 

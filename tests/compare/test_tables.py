@@ -191,3 +191,39 @@ def test_a_table_without_a_name_is_refused(complete, tmp_path, monkeypatch):
     tables.main(str(tmp_path))
     assert re.search(r"\| naive \| 201 MB \| 9.5 \| 21.1% \|\n", (tmp_path / "a.md").read_text())
     assert (tmp_path / "b.md").read_text() == "no table\n"
+
+
+def test_attention_beside_its_peers(document, monkeypatch):
+    row = {"mode": "decode", "case": "1024 x 1", "heads_q": 64, "heads_kv": 8}
+    times = {"billfish": 8.0, "fa3": 12.0, "paged_attention_v2": 20.0}
+    rows = [{**row, "impl": impl, "us": us} for impl, us in times.items()]
+    rows.append({**row, "case": "4096 x 1", "impl": "billfish", "us": 13.0})
+    moves = [
+        {"mode": mode, "batch": 16, "impl": impl, "us": us}
+        for mode, impl, us in (
+            ("write", "billfish", 1.5), ("rotate and write", "plain", 2.5), ("copy", "plain", 9.0)
+        )
+    ]  # fmt: skip
+    switched = [
+        {"kernel": "hopper_prefill", "technique": technique, "case": "2048", "us": us}
+        for technique, us in (("all", 69.0), ("GQA packing", 80.0))
+    ]
+    made = {"attention": rows, "attention_movement": moves, "ablation_attention": switched}
+    monkeypatch.setattr(
+        tables.records,
+        "recorded",
+        lambda: {name: Record(name, "recorded", HEAD, found) for name, found in made.items()},
+    )
+    table = tables.TABLES["attention decode 64 8"](document)
+    assert cells(table) == [
+        ["decode 1024 x 1", "8", "12", "20", "1.50", "2.50"],
+        ["decode 4096 x 1", "13", "–", "–", "–", "–"],
+    ]
+    assert tables.TABLES["attention decode 32 8"](document) == "Not measured yet."
+    assert cells(tables.TABLES["attention writes"](document)) == [
+        ["16", "1.5", "–", "–", "–", "2.5"]
+    ]
+    assert cells(tables.TABLES["attention prefill switched"](document)) == [
+        ["nothing", "69"], ["GQA packing", "80"]
+    ]  # fmt: skip
+    assert tables.TABLES["attention decode switched"](document) == "Not measured yet."

@@ -37,7 +37,9 @@ def beside_peers(heads: str, modes: Sequence[str], columns: Mapping[str, str]) -
     for row in _rows("attention"):
         if f"{row['heads_q']}/{row['heads_kv']}" == heads and row["mode"] in modes:
             times.setdefault(f"{row['mode']} {row['case']}", {})[row["impl"]] = row["us"]
-    used = {impl: title for impl, title in columns.items() if any(impl in t for t in times.values())}
+    used = {
+        impl: title for impl, title in columns.items() if any(impl in t for t in times.values())
+    }
     peers = [impl for impl in PEERS if impl in used]
     lines = []
     for case, by_impl in times.items():

@@ -262,7 +262,7 @@ def _roof(f: svg.Frame, top: Json, places: "Places") -> None:
     said = say("The roof: {} GB/s of memory, then {} TFLOP/s of 16-bit products", gbps, tflops)
     f.add(mark(path([*slope, (f.x.end, f.y(tflops))], "roof"), said))
     f.add(text(f.x.end - 4, f.y(tflops) - 9, "16-bit tensor cores", "end", "note"))
-    places.line(*slope)
+    places.line(slope[0], slope[1])
     places.line(slope[1], (f.x.end, f.y(tflops)))
     places.take(f.x.end - 60, f.y(tflops) - 13, 66, 7)
     if single is not None:
@@ -279,7 +279,7 @@ def _roof(f: svg.Frame, top: Json, places: "Places") -> None:
     f.add(text(x, y, "device memory", "middle", "note", turned))
     part = 48 / math.dist((x0, y0), (x1, y1))
     dx, dy = (x1 - x0) * part, (y1 - y0) * part
-    places.line((x - dx, y - dy), (x + dx, y + dy))
+    places.line((x - dx, y - dy), (x + dx, y + dy), 8)
 
 
 class Places:
@@ -292,11 +292,11 @@ class Places:
     def take(self, x: float, y: float, half_width: float, half_height: float) -> None:
         self.taken.append((x, y, half_width, half_height))
 
-    def line(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+    def line(self, start: tuple[float, float], end: tuple[float, float], half: float = 3) -> None:
         count = max(2, round(math.dist(start, end) / 5))
         for i in range(count + 1):
             x, y = (a + (b - a) * i / count for a, b in zip(start, end, strict=True))
-            self.take(x, y, 3, 3)
+            self.take(x, y, half, half)
 
     def free(self, x: float, y: float, half_width: float, half_height: float) -> bool:
         f = self.frame

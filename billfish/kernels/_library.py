@@ -45,7 +45,7 @@ def register(
     op: Callable[..., Any] = getattr(torch.ops.billfish, name).default
 
     def call(first: torch.Tensor, *arguments: Any) -> Any:
-        if _is_plain(first):
+        if is_plain(first):
             if first.is_cuda:
                 return cuda()(first, *arguments)
             if first.is_cpu and not torch.is_autocast_enabled("cpu"):
@@ -57,10 +57,10 @@ def register(
 
 def is_plain_cpu(tensor: torch.Tensor) -> bool:
     """Whether nobody but a CPU implementation has to see a call with this tensor."""
-    return tensor.is_cpu and _is_plain(tensor) and not torch.is_autocast_enabled("cpu")
+    return tensor.is_cpu and is_plain(tensor) and not torch.is_autocast_enabled("cpu")
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether nobody but an implementation has to see a call with this tensor.
 
     That is in inference, outside torch.compile and any dispatch mode (fake tensors, profilers of

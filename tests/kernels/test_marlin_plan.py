@@ -18,6 +18,7 @@ from billfish.kernels.cuda_driver import CannotPrepare
 from billfish.kernels.marlin import gpu, hopper_launch, hopper_plan, tuning
 from billfish.kernels.marlin.configs import Gpu, HopperConfig, Product, hopper_config, triton_config
 from billfish.kernels.marlin.packing import unit_words
+from billfish.kernels.marlin.weight import PackedWeight
 
 PROCESSORS = 132
 GPU = Gpu("a GPU without a table", PROCESSORS)
@@ -252,6 +253,37 @@ def test_what_is_ready_is_that_of_the_same_call(launches):
     known = [id(known) for known, _, _ in launches[1]]
     assert known[-len(calls) :] == known[-2 * len(calls) : -len(calls)]
     assert len(set(known[-len(calls) :])) == len(calls)
+
+
+def test_a_call_finds_what_an_earlier_one_left(launches, monkeypatch):
+    """And nothing where anything differs: also another weight at the same place."""
+    codes = torch.randint(0, 16, (320, 384), dtype=torch.uint8)
+    fields = gpu.pack(
+        codes, torch.ones(320, 3), None, None, group_size=128, dtype=torch.float16, g_idx=None,
+        silu_mul=False,
+    )  # fmt: skip
+    weight = PackedWeight(
+        n=320, k=384, group_size=128, dtype=torch.float16, zero_point="symmetric", silu_mul=False,
+        **fields,
+    )  # fmt: skip
+    x, (units,) = torch.zeros(3, 384).half(), weight.tensors
+    assert gpu.launch_of(x, weight, False) is None
+    y = product_of(x, units, 320)
+    found = gpu.launch_of(x, weight, False)
+    assert found is gpu._launches[next(iter(gpu._launches))]
+    assert found(x, units, None, None).shape == y.shape
+    others = [
+        replace(weight, k=256), replace(weight, n=640), replace(weight, dtype=torch.bfloat16),
+        replace(weight, group_size=-1), replace(weight, silu_mul=True, n=640),
+        replace(weight, perm=torch.arange(384)), replace(weight, layout="units-integer"),
+        replace(weight, tensors=(units.clone(),)),
+    ]  # fmt: skip
+    assert all(gpu.launch_of(x, other, False) is None for other in others)
+    assert gpu.launch_of(x, weight, True) is None
+    for other in (x[:2], x.clone(), x[:1], x.view(1, 3, 384), x.view(torch.bfloat16)):
+        assert gpu.launch_of(other, weight, False) is None
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    assert gpu.launch_of(x, weight, False) is None
 
 
 def test_copies_of_activations_are_not_kept(launches):

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from billfish.kernels._library import bad_argument, check_no_grad, register
-from billfish.kernels.marlin import cpu
+from billfish.kernels._library import bad_argument, check_no_grad, is_plain, register
+from billfish.kernels.marlin import cpu, gpu
 from billfish.kernels.marlin.weight import GROUP_SIZES, PackedWeight, pack
 
 __all__ = ["GROUP_SIZES", "PackedWeight", "pack", "w4a16_matmul"]
@@ -53,6 +53,10 @@ def w4a16_matmul(
     Raises KernelArgumentError: dtype, device or shape of x, bias or residual does not fit the
     weight. The kernels on a GPU follow Marlin (Frantar et al., 2024, arXiv:2408.11743).
     """
+    if x.is_cuda and bias is None and residual is None and is_plain(x):
+        again = gpu.launch_of(x, weight, batch_invariant)
+        if again is not None:  # what is checked below was right then
+            return again(x, weight.tensors[0], None, None)
     if x.dtype != weight.dtype:
         raise bad_argument("x", x.dtype, f"the weight's activation dtype, {weight.dtype}")
     check_no_grad("x", x)

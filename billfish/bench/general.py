@@ -94,16 +94,15 @@ class Rates:
         both = min(read, written)
         return 2 * both / self.copy + (read - both) / self.read + (written - both) / self.write
 
-    def math_us(self, flops: int, dtype: Math) -> float:
-        if not flops:
-            return 0.0
-        if dtype not in self.flops:
-            self.flops[dtype] = _matmul_rate(dtype)
-        return flops / self.flops[dtype]
+    def math(self, kind: Math) -> float:
+        """Operations a microsecond."""
+        if kind not in self.flops:
+            self.flops[kind] = _matmul_rate(kind)
+        return self.flops[kind]
 
     def floor_us(self, case: Case) -> float:
-        math = self.math_us(case.flops, case.math or case.dtype)
-        return max(self.memory_us(case.read, case.written), math)
+        math_us = case.flops / self.math(case.math or case.dtype) if case.flops else 0.0
+        return max(self.memory_us(case.read, case.written), math_us)
 
     def as_json(self) -> dict[str, Any]:
         """In GB/s, and TFLOP/s by dtype."""

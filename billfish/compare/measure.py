@@ -93,22 +93,14 @@ def _reason(problem: Exception) -> str:
 
 
 def _rates() -> dict[str, Any]:
-    """GB/s of reading and of copying, TFLOP/s of a large 16-bit product."""
-    from billfish.bench.gemm_cases import read_rate
-    from billfish.bench.turns import elapsed_us
+    """The ceilings of a roofline: GB/s of memory, TFLOP/s of products of matrices."""
+    from billfish.bench.general import Rates
 
-    data = torch.ones(1 << 29, dtype=torch.float32, device="cuda")
-    other = torch.empty_like(data)
-    copied = min(elapsed_us(partial(other.copy_, data)) for _ in range(8))
-    moved = 2 * data.nbytes
-    del data, other
-    a, b = torch.randn(2, 8192, 8192, device="cuda").half()
-    product = min(elapsed_us(partial(torch.mm, a, b)) for _ in range(8))
-    return {
-        "read_gbps": round(read_rate() / 1e3),
-        "copy_gbps": round(moved / copied / 1e3),
-        "tflops": {"float16": round(2 * 8192**3 / product / 1e6, 1)},
-    }
+    rates = Rates.measured()
+    for kind in (torch.float16, torch.float32):
+        rates.math(kind)
+    torch.cuda.empty_cache()
+    return rates.as_json()
 
 
 def _marlin(quick: bool, done: Measured) -> Iterator[Step]:

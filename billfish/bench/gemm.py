@@ -180,12 +180,9 @@ class Run(NamedTuple):
     rows: Sequence[int]
 
 
-def time_products(
-    run: Run, folder: Path | None, jobs: int, until: float
-) -> Iterator[list[dict[str, Any]]]:
+def time_products(run: Run, folder: Path | None, until: float) -> Iterator[list[dict[str, Any]]]:
     """Rows of the result, a shape at a time. until: no shape is begun after (time.monotonic())."""
     dtype, group_size, shapes, rows = run
-    compile_products(run, folder, jobs)
     peers = makers(folder, rows)
     for shape in shapes:
         if time.monotonic() > until:
@@ -244,6 +241,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--dtype", choices=sorted(DTYPES), help="of the activations; else fp16")
     cli.add_argument("--group-size", type=int, help="else 128")
     cli.add_argument("--jobs", type=int, default=8, help="processes that compile")
+    cli.add_argument("--compile-only", action="store_true", help="compile, and time nothing")
     cli.add_argument("--time-limit", type=float, default=540, help="start no shape after (s)")
     return cli
 
@@ -274,7 +272,7 @@ def _shapes(text: str) -> list[tuple[int, int]]:
 
 def main(arguments: list[str]) -> None:
     options = parsed(arguments)
-    until = time.monotonic() + options.time_limit
+    began = time.monotonic()
     head = record.environment("billfish bench gemm " + " ".join(arguments))
     head["versions"] |= PEER_VERSIONS if options.peers else {}
     kept: list[dict[str, Any]] = []
@@ -284,30 +282,42 @@ def main(arguments: list[str]) -> None:
         kept.extend(found)
         record.write(options.out, head, kept)
 
-    head["host"] = host_cost()
-    rate = read_rate()
-    head["read_gbps"] = round(rate / 1e3)
-    print(head["host"], head["read_gbps"], flush=True)
+    shapes, rows = options.shapes, options.rows
     if options.chain:
-        rows = options.rows or (1, 16)
+        rows = rows or (1, 16)
         compile_all((form for m in rows for form in chain_forms(m)), options.jobs)
-        for m in rows:
-            keep(chain(m, rate))
     elif options.ablation:
-        rows, shapes = options.rows or (1, 16, 64, 256), options.shapes or ABLATED
+        rows, shapes = rows or (1, 16, 64, 256), shapes or ABLATED
         cases = [(n, k, m) for n, k in shapes for m in rows]
         forms = (
             Form(config, case[2]) for case in cases for config in techniques_off(*case).values()
         )
         compile_all(forms, options.jobs)
+    else:
+        own = Run(DTYPES[options.dtype or "fp16"], options.group_size or 128, SHAPES, ROWS)
+        runs = [
+            run._replace(shapes=shapes or run.shapes, rows=rows or run.rows)
+            for run in (FORMATS if options.formats else (own,))
+        ]
+        folder = unpacked(options.peers) if options.peers else None
+        for run in runs:
+            compile_products(run, folder, options.jobs)
+    print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
+    if options.compile_only:
+        return
+    head["host"] = host_cost()
+    rate = read_rate()
+    head["read_gbps"] = round(rate / 1e3)
+    print(head["host"], head["read_gbps"], flush=True)
+    if options.chain:
+        for m in rows:
+            keep(chain(m, rate))
+    elif options.ablation:
         for shape in shapes:
             keep(ablation(shape, rows, rate))
     else:
-        own = Run(DTYPES[options.dtype or "fp16"], options.group_size or 128, SHAPES, ROWS)
-        folder = unpacked(options.peers) if options.peers else None
-        for run in FORMATS if options.formats else (own,):
-            asked = run._replace(shapes=options.shapes or run.shapes, rows=options.rows or run.rows)
-            for found in time_products(asked, folder, options.jobs, until):
+        for run in runs:
+            for found in time_products(run, folder, began + options.time_limit):
                 keep(found)
 
 

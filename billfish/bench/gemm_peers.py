@@ -10,8 +10,10 @@ A maker packs codes [N, K] and scales [N, G] (symmetric, dtype of the activation
 product.
 """
 
+import hashlib
 import json
 import lzma
+import os
 import shutil
 import sys
 import tempfile
@@ -35,20 +37,31 @@ PEER_VERSIONS = {"vllm": "0.23.0", "humming-kernels": "0.1.20"}
 
 
 def unpacked(folder: Path) -> Path:
-    """A new folder with the libraries and packages of the files in `folder`."""
+    """A folder with the libraries and packages of the files in `folder`, kept from run to run:
+    what peers compile they look for by the place of their sources."""
+    libraries = sorted(folder.rglob("_C.abi3.so*"))[:1]
+    wheels = sorted(folder.rglob("humming_kernels*.whl"))[:1]
+    files = [(path.name, path.stat().st_size) for path in (*libraries, *wheels)]
+    name = hashlib.sha256(repr(files).encode()).hexdigest()[:12]
+    kept = Path(tempfile.gettempdir(), f"billfish-peers-{os.getuid()}-{name}")
+    if kept.exists():
+        return kept
     scratch = Path(tempfile.mkdtemp(prefix="billfish-peers-"))
-    for path in sorted(folder.rglob("_C.abi3.so*"))[:1]:
+    for path in libraries:
         opened = lzma.open if path.suffix == ".xz" else open
         with opened(path, "rb") as packed, (scratch / "_C.abi3.so").open("wb") as out:
             shutil.copyfileobj(packed, out)
-    for path in sorted(folder.rglob("humming_kernels*.whl"))[:1]:
+    for path in wheels:
         with zipfile.ZipFile(path) as wheel:
             wheel.extractall(scratch / "humming")
             for item in wheel.infolist():  # extracting drops the right to execute
                 mode = item.external_attr >> 16 & 0o777
                 if mode:
                     (scratch / "humming" / item.filename).chmod(mode | 0o600)
-    return scratch
+    try:
+        return scratch.rename(kept)
+    except OSError:  # another process was faster
+        return kept
 
 
 def makers(folder: Path | None, rows: Sequence[int]) -> dict[str, Maker]:

@@ -402,6 +402,22 @@ def test_sample(rows, size, dtype):
     assert torch.equal(greedy, logits.argmax(1))
 
 
+def test_sample_where_little_or_nothing_tells_tokens_apart():
+    """A mask leaves a few tokens; all logits are equal; some are no numbers."""
+    logits = draw(12, 50257)
+    logits[:4, 7:] = -torch.inf
+    logits[4:8] = 0.25
+    logits[8, 50256], logits[9, 0], logits[10] = torch.nan, torch.inf, -torch.inf
+    for top_k, top_p in ((0, 1.0), (3, 1.0), (50, 0.95), (0, 0.9), (5000, 0.5)):
+        options = {"top_k": top_k, "top_p": top_p, "seed": 5, "position": 3}
+        want = general.sample(logits.cpu(), **options)
+        got = general.sample(logits, **options).cpu()
+        assert torch.equal(got[:4], want[:4])
+        # In 50257 equal steps the sum's last bits may choose a neighbour.
+        assert int((got[4:8] - want[4:8]).abs().max()) <= 1
+        assert got[8:11].tolist() == [-1, -1, -1]
+
+
 def test_sample_distribution():
     probs = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05], device="cuda")
     logits = probs.log().expand(200_000, -1)

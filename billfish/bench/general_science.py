@@ -101,7 +101,9 @@ def heat_equation(shape: tuple[int, int, int], steps: int, dtype: torch.dtype) -
         return x
 
     moved = torch.Size(shape).numel() * dtype.itemsize
-    fused = {"steps fused": {"off": switched(fused=1), "4": switched(fused=4)}}
+    fused = {"steps fused": {"off": switched(fused=1)} | {
+        str(count): switched(fused=count) for count in (2, 4)
+    }}  # fmt: skip
     return Case(
         domain=DOMAIN, kernel="heat_equation", dtype=dtype,
         size=f"{' x '.join(map(str, shape))}, {steps} steps",

@@ -134,13 +134,13 @@ KNOWN: dict[tuple[str, str], _Known] = {
         "coalesced",
         "A warp's values follow each other in memory. Without: the fast side of a tile is laid "
         "along z, so that each value is of another line.",
-        ("stencil_gpu:_heat_kernel", "stencil_gpu:_march"),
+        ("stencil_gpu:_step_kernel", "stencil_gpu:heat_equation"),
     ),
     ("heat_equation", "steps fused"): _Known(
         "fused",
         "Several steps in one march through the grid, which is read and written once for all of "
         "them. Without: one step a launch.",
-        ("stencil_gpu:_heat_kernel", "stencil_gpu:heat_equation"),
+        ("stencil_gpu:_march_kernel", "stencil_gpu:_march"),
     ),
     ("nbody_acceleration", "tiles in shared memory"): _Known(
         "shared",

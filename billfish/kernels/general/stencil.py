@@ -6,11 +6,14 @@ multiplications, so two things decide: that neighbours are read once, and how of
 crosses the memory bus.
 
 A program owns a tile of (y, x) and marches along z. Planes it has read stay in registers for as
-long as they are neighbours; along y values meet through shared memory, along x through shuffles of
-a warp. And it takes several steps in the same march: one plane behind the values that are read come
+long as they are neighbours; neighbours in a plane are read once more, from the L1 cache that the
+plane came through. That is one step a launch.
+
+And it can take several steps in the same march: one plane behind the values that are read come
 those of a step later, one behind these the next, so that a grid is read and written once for all of
-them. The price is a rim: each further step makes one more ring of a tile wrong, which the tiles
-beside it compute right.
+them. Planes between are written to a scratch that stays in the caches, for the neighbours along y;
+those along x are in a thread's own registers, or one shuffle away. The price is a rim: each further
+step makes one more ring of a tile wrong, which the tiles beside it compute right.
 
 The technique's switches: `stencil_gpu.heat_equation(..., fused=1)` is one step a launch,
 `coalesced=False` lays a tile's fast side along z, so that each value read is of another line.

@@ -18,7 +18,7 @@ from torch import Tensor
 from billfish.kernels.marlin import gpu
 from billfish.kernels.paged_attention import AttentionMetadata
 from billfish.kernels.paged_attention.metadata import PADDING_SLOT
-from billfish.layers.linear import Linear, QuantLinear
+from billfish.layers.linear import Int8Linear, Linear, QuantLinear
 from billfish.models.decoder import Attention, CausalLM
 
 logger = logging.getLogger(__name__)
@@ -71,18 +71,19 @@ def first_launches() -> Iterator[list[str]]:
 def products(model: CausalLM, sizes: Sequence[int], max_tokens: int) -> list[Callable[[], object]]:
     """A job for each kernel that INT4 products of the model run at these numbers of tokens, and at
     larger ones up to max_tokens; the largest first, which take longest to compile."""
-    layers = {
-        _kind_of(module): module for module in model.modules() if isinstance(module, QuantLinear)
-    }
+    modules = list(model.modules())
+    layers = {_kind_of(m): (m, False) for m in modules if isinstance(m, QuantLinear)}
+    # The second product of a head in INT8 adds the first.
+    layers |= {(_kind_of(m.low), True): (m.low, True) for m in modules if isinstance(m, Int8Linear)}
     rows = {*sizes, *range(256, max_tokens, 256), max_tokens}
     jobs: dict[Hashable, Callable[[], object]] = {}
     for count in sorted(rows, reverse=True):
-        for layer in layers.values():
+        for layer, adds in layers.values():
             kernel = gpu.kernel_key(
-                layer.weight, count, bias=layer.bias is not None,
+                layer.weight, count, bias=layer.bias is not None, residual=adds,
                 batch_invariant=layer.batch_invariant,
             )  # fmt: skip
-            jobs.setdefault(kernel, partial(_product, layer, count))
+            jobs.setdefault(kernel, partial(_product, layer, count, adds))
     return list(jobs.values())
 
 
@@ -161,6 +162,10 @@ def _attend(
     layer.attention(query, key, value, positions, kv_cache[0], metadata)
 
 
-def _product(layer: QuantLinear, rows: int) -> Tensor:
+def _product(layer: QuantLinear, rows: int, adds: bool) -> Tensor:
     weight = layer.weight
-    return layer(torch.zeros(rows, weight.k, dtype=weight.dtype, device=weight.device))
+
+    def zeros(columns: int) -> Tensor:
+        return torch.zeros(rows, columns, dtype=weight.dtype, device=weight.device)
+
+    return layer(zeros(weight.k), zeros(weight.outputs) if adds else None)

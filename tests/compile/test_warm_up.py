@@ -19,7 +19,7 @@ from billfish.kernels import general, marlin, paged_attention
 from billfish.kernels.gluon_compat import gluon_supported
 from billfish.kernels.marlin.configs import Gpu
 from billfish.kernels.paged_attention import AttentionMetadata, planner
-from billfish.layers.linear import Linear, QuantLinear
+from billfish.layers.linear import Linear, QuantLinear, quantized_head
 from billfish.models.decoder import CausalLM, tensor_shapes
 from billfish.models.random_weights import SHAPES
 from billfish.worker import device_runner, step_inputs, warm_up
@@ -52,6 +52,7 @@ MODELS = {
         attention_soft_cap=50.0, logit_soft_cap=30.0,
         layers=(LayerConfig(rope=ROPE, sliding_window=1024), LayerConfig(rope=ROPE)),
     ),
+    "a head in INT8": replace(SMALL, layers=LLAMA.layers[:1]),
     "as Qwen 3": replace(SMALL, head_dim=96, rotary_dim=96, qk_norm=True, layers=LLAMA.layers[:1]),
 }  # fmt: skip
 
@@ -172,6 +173,8 @@ def run_large_step(runner: DeviceRunner, total: int, count: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_all_that_steps_launch_is_compiled_ahead(name: str, launched, monkeypatch) -> None:
     runner = runner_of(MODELS[name], monkeypatch)
+    if "INT8" in name:
+        runner.model.lm_head = quantized_head(runner.model.lm_head, "int8")
     for job in runner._launches(BUDGET):
         job()
     ahead = list(launched)

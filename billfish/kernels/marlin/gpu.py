@@ -229,18 +229,20 @@ def _by_portable_kernel(
     return triton_gemm.launch(x, units, product, tiling)
 
 
-def kernel_key(weight: "PackedWeight", rows: int, *, bias: bool, batch_invariant: bool) -> Hashable:
-    """Products of x [rows, K] without a residual that have this in common run one kernel."""
+def kernel_key(
+    weight: "PackedWeight", rows: int, *, bias: bool, residual: bool, batch_invariant: bool
+) -> Hashable:
+    """Products of x [rows, K] that have this in common run one kernel."""
     units, device = weight.tensors[0].shape, weight.device
     zero_point = weight.layout.partition("-")[2]
+    epilogue = (bias, residual, weight.silu_mul)
     # Triton compiles for a number of outputs that is a multiple of 16, or not.
-    shared = (weight.outputs % 16 == 0, weight.dtype, zero_point, bias, weight.silu_mul)
+    shared = (weight.outputs % 16 == 0, weight.dtype, zero_point, *epilogue)
     if _hopper_kernel(device) is None:
         tiling = triton_config(rows, units, gpu_of(device), batch_invariant)
         return (*shared, weight.group_size, tiling)
     from billfish.kernels.marlin.hopper_plan import plan
 
-    epilogue = (bias, False, weight.silu_mul)
     p = plan(
         rows, units, weight.dtype, gpu_of(device), weight.outputs, zero_point, epilogue,
         batch_invariant,

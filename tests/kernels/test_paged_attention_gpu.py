@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from billfish.kernels import paged_attention as pa
-from billfish.kernels.paged_attention import AttentionMetadata, gpu, planner
+from billfish.kernels.paged_attention import AttentionMetadata, _arguments, gpu, planner
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_swaps_between_devices_are_not_for_the_cpu(monkeypatch, to_host, mode):
         raise AssertionError("chosen by the first cache alone")
 
     monkeypatch.setattr(pa, "_swap_blocks", refuse)
-    monkeypatch.setattr(pa, "check_activation", lambda name, tensor: None)
+    monkeypatch.setattr(_arguments, "check_activation", lambda name, tensor: None)
     caches = [torch.zeros(1, 2, 4, 2, 1, 8, device=device) for device in ("cpu", "meta")]
     with mode():
         pa.swap_blocks(*(caches[::-1] if to_host else caches), torch.tensor([1]), torch.tensor([2]))

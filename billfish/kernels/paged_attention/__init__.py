@@ -17,13 +17,22 @@ from torch import Tensor
 
 from billfish.kernels._library import (
     bad_argument,
-    check_activation,
     check_like,
     check_no_grad,
     is_plain_cpu,
     register,
 )
 from billfish.kernels.paged_attention import cpu, cpu_decode
+from billfish.kernels.paged_attention._arguments import (
+    check_angles,
+    check_caches,
+    check_indices,
+    check_kv_cache,
+    check_metadata,
+    check_new,
+    check_pair,
+    scale_of,
+)
 from billfish.kernels.paged_attention.metadata import AttentionMetadata
 
 __all__ = [
@@ -104,7 +113,7 @@ def write_kv(
     Raises KernelArgumentError: dtype, device, shape or stride is wrong; on a CPU also a slot
     outside the cache.
     """
-    _check_new(key, value, k_cache, v_cache, slot_mapping)
+    check_new(key, value, k_cache, v_cache, slot_mapping)
     _write_kv(key, value, k_cache, v_cache, slot_mapping)
 
 
@@ -134,7 +143,7 @@ def rotate_and_write(
     Raises KernelArgumentError: dtype, device, shape or stride is wrong; on a CPU also a slot or a
     position outside the cache or the table.
     """
-    _check_new(key, value, k_cache, v_cache, slot_mapping)
+    check_new(key, value, k_cache, v_cache, slot_mapping)
     tokens, _, head_dim = key.shape
     if query.dim() != 3 or (query.shape[0], query.shape[2]) != (tokens, head_dim):
         raise bad_argument("query", tuple(query.shape), f"[{tokens}, H, {head_dim}]")
@@ -142,11 +151,11 @@ def rotate_and_write(
     check_no_grad("query", query)
     if query.stride(2) != 1:
         raise bad_argument("query", f"strides {query.stride()}", "a contiguous last dimension")
-    _check_pair("positions and cos_sin", positions, cos_sin)
-    _check_pair("q_norm and k_norm", q_norm, k_norm)
+    check_pair("positions and cos_sin", positions, cos_sin)
+    check_pair("q_norm and k_norm", q_norm, k_norm)
     if positions is not None and cos_sin is not None:
-        _check_indices("positions", positions, torch.int64, tokens, key.device)
-        _check_angles(cos_sin, head_dim, key.device)
+        check_indices("positions", positions, torch.int64, tokens, key.device)
+        check_angles(cos_sin, head_dim, key.device)
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None and (
             weight.shape != (head_dim,)
@@ -223,7 +232,7 @@ def attend(
     Raises KernelArgumentError: dtype, device, shape, stride or value is wrong; on a CPU also a
     block id outside the cache where a query would read it.
     """
-    _check_caches(query, "query", k_cache, v_cache)
+    check_caches(query, "query", k_cache, v_cache)
     heads, head_dim = query.shape[1:] if query.dim() == 3 else (0, 0)
     kv_heads = k_cache.shape[2]
     if head_dim != k_cache.shape[3] or heads == 0 or heads % kv_heads:
@@ -232,12 +241,12 @@ def attend(
         )
     if query.stride(2) != 1:
         raise bad_argument("query", f"strides {query.stride()}", "a contiguous last dimension")
-    _check_metadata(metadata, query)
+    check_metadata(metadata, query)
     if sliding_window is not None and (type(sliding_window) is not int or sliding_window < 1):
         raise bad_argument("sliding_window", sliding_window, "an integer of at least 1")
     if soft_cap is not None and not 0 < soft_cap < math.inf:
         raise bad_argument("soft_cap", soft_cap, "finite and above 0")
-    scale = _scale_of(scale, head_dim)
+    scale = scale_of(scale, head_dim)
     check_no_grad("query", query)
     if sinks is not None and (
         sinks.shape != (heads,)
@@ -289,7 +298,7 @@ def write_and_attend(
     if plain and in_sight and metadata.max_query_len == 1 and is_plain_cpu(query):
         step = metadata.decode_step(k_cache)
         if step is not None and cpu_decode.fits(query, key, value, k_cache, v_cache, step):
-            scale = _scale_of(scale, query.shape[2])
+            scale = scale_of(scale, query.shape[2])
             angles = _angles(step, positions, cos_sin, key)
             return cpu_decode.write_and_attend(
                 query, key, value, k_cache, v_cache, step, angles, scale
@@ -314,9 +323,9 @@ def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
     Raises KernelArgumentError: dtype, device or shape is wrong; on a CPU also a block id outside
     the cache.
     """
-    _check_kv_cache("kv_cache", kv_cache)
-    _check_indices("src", src, torch.int64, None, kv_cache.device)
-    _check_indices("dst", dst, torch.int64, src.shape[0], kv_cache.device)
+    check_kv_cache("kv_cache", kv_cache)
+    check_indices("src", src, torch.int64, None, kv_cache.device)
+    check_indices("dst", dst, torch.int64, src.shape[0], kv_cache.device)
     _copy_blocks(kv_cache, src, dst)
 
 
@@ -331,130 +340,32 @@ def swap_blocks(
 
     Raises KernelArgumentError: dtype, device or shape is wrong, or a block id is outside a cache.
     """
-    _check_kv_cache("src_cache", src_cache)
-    _check_kv_cache("dst_cache", dst_cache)
+    check_kv_cache("src_cache", src_cache)
+    check_kv_cache("dst_cache", dst_cache)
     if src_cache.dtype != dst_cache.dtype:
         raise bad_argument("dst_cache", dst_cache.dtype, f"that of src_cache, {src_cache.dtype}")
     source, target = list(src_cache.shape), list(dst_cache.shape)
     if source[:2] + source[3:] != target[:2] + target[3:]:
         raise bad_argument("dst_cache", target, f"{source} but for the number of blocks")
     cpu_device = torch.device("cpu")
-    _check_indices("src_blocks", src_blocks, torch.int64, None, cpu_device)
-    _check_indices("dst_blocks", dst_blocks, torch.int64, src_blocks.shape[0], cpu_device)
+    check_indices("src_blocks", src_blocks, torch.int64, None, cpu_device)
+    check_indices("dst_blocks", dst_blocks, torch.int64, src_blocks.shape[0], cpu_device)
     # What calls an operation goes by its first tensor; between two devices torch has to choose.
     one_device = src_cache.device == dst_cache.device
     swap = _swap_blocks if one_device else torch.ops.billfish.swap_blocks.default
     swap(src_cache, dst_cache, src_blocks, dst_blocks)
 
 
-def _check_new(
-    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-) -> None:
-    _check_caches(key, "key", k_cache, v_cache)
-    if value.shape != key.shape:
-        raise bad_argument("value", tuple(value.shape), f"the shape of key, {tuple(key.shape)}")
-    check_like("value", value, "key", key)
-    check_no_grad("key", key)
-    check_no_grad("value", value)
-    if key.dim() != 3 or key.shape[1:] != k_cache.shape[2:]:
-        raise bad_argument("key", tuple(key.shape), f"[T, *{tuple(k_cache.shape[2:])}]")
-    if key.stride(2) != 1 or value.stride(2) != 1:
-        raise bad_argument(
-            "key and value", f"strides {key.stride()}", "a contiguous last dimension"
-        )
-    _check_indices("slot_mapping", slot_mapping, torch.int64, key.shape[0], key.device)
-
-
-def _check_pair(names: str, one: Tensor | None, other: Tensor | None) -> None:
-    if (one is None) != (other is None):
-        raise bad_argument(names, "one", "both or neither")
-
-
-def _scale_of(scale: float | None, head_dim: int) -> float:
-    if scale is None:
-        return head_dim**-0.5
-    if not -math.inf < scale < math.inf:
-        raise bad_argument("scale", scale, "a finite number")
-    return scale
-
-
 def _angles(
     step: cpu_decode.DecodeStep, positions: Tensor | None, cos_sin: Tensor | None, key: Tensor
 ) -> cpu_decode.Angles | None:
     """Of the step's tokens, checked and looked up by the first layer that asks."""
-    _check_pair("positions and cos_sin", positions, cos_sin)
+    check_pair("positions and cos_sin", positions, cos_sin)
     if positions is None or cos_sin is None:
         return None
     angles = step.known_angles(positions, cos_sin)
     if angles is None:
-        _check_indices("positions", positions, torch.int64, key.shape[0], key.device)
-        _check_angles(cos_sin, key.shape[2], key.device)
+        check_indices("positions", positions, torch.int64, key.shape[0], key.device)
+        check_angles(cos_sin, key.shape[2], key.device)
         angles = step.look_up(positions, cos_sin)
     return angles
-
-
-def _check_angles(cos_sin: Tensor, head_dim: int, device: torch.device) -> None:
-    rotary_dim = cos_sin.shape[1] if cos_sin.dim() == 2 else 0
-    if (
-        cos_sin.dtype != torch.float32
-        or not 0 < rotary_dim <= head_dim
-        or rotary_dim % 2
-        or cos_sin.device != device
-        or cos_sin.stride(1) != 1
-    ):
-        got = f"{cos_sin.dtype} {tuple(cos_sin.shape)} on {cos_sin.device}"
-        raise bad_argument(
-            "cos_sin", got, f"float32 [max_pos, an even number up to {head_dim}] on {device}"
-        )
-
-
-def _check_caches(new: Tensor, name: str, k_cache: Tensor, v_cache: Tensor) -> None:
-    check_activation(name, new)
-    if k_cache.dim() != 4 or 0 in k_cache.shape:
-        expected = "non-empty [num_blocks, block_size, HKV, D]"
-        raise bad_argument("k_cache", tuple(k_cache.shape), expected)
-    if v_cache.shape != k_cache.shape:
-        expected = f"the shape of k_cache, {tuple(k_cache.shape)}"
-        raise bad_argument("v_cache", tuple(v_cache.shape), expected)
-    check_like("k_cache", k_cache, name, new)
-    check_like("v_cache", v_cache, name, new)
-    if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
-        raise bad_argument(
-            "k_cache and v_cache", f"strides {k_cache.stride()} and {v_cache.stride()}",
-            "a contiguous last dimension",
-        )  # fmt: skip
-
-
-def _check_kv_cache(name: str, cache: Tensor) -> None:
-    check_activation(name, cache)
-    if cache.dim() != 6 or cache.shape[1] != 2:
-        expected = "[num_layers, 2, num_blocks, block_size, HKV, D]"
-        raise bad_argument(name, tuple(cache.shape), expected)
-
-
-def _check_indices(
-    name: str, indices: Tensor, dtype: torch.dtype, length: int | None, device: torch.device
-) -> None:
-    if (
-        indices.dtype != dtype
-        or indices.dim() != 1
-        or (length is not None and indices.shape[0] != length)
-        or indices.device != device
-    ):
-        got = f"{indices.dtype} {tuple(indices.shape)} on {indices.device}"
-        raise bad_argument(name, got, f"{dtype} [{'P' if length is None else length}] on {device}")
-
-
-def _check_metadata(metadata: AttentionMetadata, query: Tensor) -> None:
-    table, requests = metadata.block_table, metadata.seq_lens.shape[0]
-    if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] != requests:
-        got = f"{table.dtype} {tuple(table.shape)}"
-        raise bad_argument("metadata.block_table", got, f"int32 [{requests}, max_blocks]")
-    device = query.device
-    if table.device != device:
-        raise bad_argument("metadata.block_table", table.device, f"the device of query, {device}")
-    _check_indices("metadata.seq_lens", metadata.seq_lens, torch.int32, requests, device)
-    _check_indices("metadata.query_start", metadata.query_start, torch.int32, requests + 1, device)
-    if metadata.slot_mapping.shape[0] != query.shape[0]:
-        expected = f"{metadata.slot_mapping.shape[0]} tokens, as the metadata"
-        raise bad_argument("query", tuple(query.shape), expected)

@@ -32,6 +32,7 @@ def charts(records: Records, names: Iterable[str]) -> Json:
         "speedup": speedup(records.get("gemm")) if "marlin" in names else None,
         "products": products(records) if "marlin" in names else [],
         "layer": layer(records.get("gemm_chain")) if "marlin" in names else [],
+        "host": host(records) if "marlin" in names else [],
         "decode": decode(records.get("attention")) if "paged_attention" in names else None,
         "movement": movement(records.get("attention_movement"))
         if "paged_attention" in names
@@ -123,6 +124,16 @@ def layer(record: Record | None) -> list[Json]:
             "over_floor": round(row["us"] / row["floor_us"], 2),
         }
         for row in (record.rows if record else [])
+    ]
+
+
+def host(records: Records) -> list[Json]:
+    """Host time of a W4A16 product outside a CUDA graph, beside torch's calls, by record."""
+    found = [(name, record.head.get("host")) for name, record in records.items()]
+    return [
+        {"record": name, **times}
+        for name, times in found
+        if isinstance(times, dict) and "host_us" in times
     ]
 
 

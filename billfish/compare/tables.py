@@ -140,6 +140,26 @@ def layer(document: Json) -> str:
     return "\n".join([*lines, "", _source(document, "gemm_chain")])
 
 
+HOST = {
+    "host_us": "`w4a16_matmul`",
+    "host_us_quant_linear": "`QuantLinear`",
+    "host_us_torch_matmul": "`torch.matmul`",
+    "host_us_torch_empty": "`torch.empty`",
+}
+
+
+def host(document: Json) -> str:
+    """Host microseconds of a product outside a CUDA graph, beside calls of torch."""
+    found = document["charts"]["host"]
+    if not found:
+        return f"{NOT_YET.capitalize()}."
+    lines = [_line(["µs, as recorded in", *HOST.values()]), _line(["---", *["--:"] * len(HOST)])]
+    for line in found:
+        cells = (shown(line[key]) if key in line else "–" for key in HOST)
+        lines.append(_line([f"`benchmarks/{line['record']}.json`", *cells]))
+    return "\n".join(lines)
+
+
 def general(document: Json, domain: str) -> str:
     """Every case of the general kernels of a domain, beside its floor and its best peer."""
     lines = [
@@ -242,6 +262,7 @@ TABLES: Mapping[str, Callable[[Json], str]] = {
     "products of other formats": partial(products, record="gemm_formats"),
     "products switched": switches,
     "products of a layer": layer,
+    "products on the host": host,
     **{f"general {domain}": partial(general, domain=domain) for domain in DOMAINS},
     "tutorial": tutorial,
     "cache": cache,

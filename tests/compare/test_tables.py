@@ -172,6 +172,13 @@ def test_a_whole_model_on_a_gpu():
     assert table("step") == [["o", "288", "67"], ["gaps", "20", "–"]]
 
 
+def test_time_on_the_host():
+    host = {"m": 1, "host_us": 3.0, "host_us_torch_matmul": 4.5}
+    made = {"gemm": Record("gemm", "recorded", {**HEAD, "host": host}, [product("cublas", 1, 2.0)])}
+    table = tables.TABLES["products on the host"](build.comparison(made, ("marlin",), gpu=None))
+    assert cells(table) == [["`benchmarks/gemm.json`", "3", "–", "4.5", "–"]]
+
+
 def test_claims_of_the_families(complete):
     rows = {row[0]: row[1:] for row in cells(tables.TABLES["families"](complete))}
     speed = complete["families"]["marlin"]["claims"]["performance"][0]

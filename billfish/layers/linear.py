@@ -185,7 +185,7 @@ class Linear(nn.Module):
 class Int8Linear(nn.Module):
     """y = x W^T with W in 8 bits, as the sum of two INT4 products: code = 16 high + low.
 
-    Codes are -136..119 and have a scale for each 128 columns. made from a dense layer by
+    Codes are -136..119 and have a scale for each 128 columns. Made from a dense layer by
     `from_dense`.
     """
 

@@ -211,7 +211,7 @@ def launch_of(
     index = x.get_device()
     if index != torch._C._cuda_getDevice():
         return None
-    key = (
+    key = (  # as in w4a16_matmul, which leaves it
         x.data_ptr(), x.shape, x.stride(), x.dtype, index, weight.tensors[0].data_ptr(), weight.k,
         weight.dtype, weight.outputs, weight.layout, weight.group_size, weight.perm is None,
         weight.silu_mul, batch_invariant, True, True,

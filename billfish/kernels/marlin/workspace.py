@@ -1,6 +1,5 @@
 """Memory that GEMM kernels share: sums of parts of tiles, and counters of who has left his."""
 
-from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -19,18 +18,16 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu(properties.name, properties.multi_processor_count)
 
 
-@dataclass(frozen=True, slots=True)
 class Workspace:
-    """float32 sums, and int32 counters that are zero between kernels; the addresses of both."""
+    """float32 sums, and int32 counters that are zero between kernels.
 
-    sums: Tensor
-    counters: Tensor
-    sizes: tuple[int, int] = field(init=False)
-    addresses: tuple[int, int] = field(init=False)
+    Sizes and addresses of both are kept: asking a tensor costs more than looking them up.
+    """
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "sizes", (self.sums.numel(), self.counters.numel()))
-        object.__setattr__(self, "addresses", (self.sums.data_ptr(), self.counters.data_ptr()))
+    def __init__(self, sums: Tensor, counters: Tensor) -> None:
+        self.sums, self.counters = sums, counters
+        self.sizes = sums.numel(), counters.numel()
+        self.addresses = sums.data_ptr(), counters.data_ptr()
 
 
 class _Pool:

@@ -25,6 +25,7 @@ def gluon_supported() -> bool:
 
 if gluon_supported():
     from triton import knobs as _knobs
+    from triton._C.libtriton import ir as _ir
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST as _TMA_DTYPES
     from triton.experimental import gluon as _gluon
     from triton.experimental.gluon import language as _gl
@@ -34,6 +35,13 @@ if gluon_supported():
 
     # A barrier among the threads of one warp-specialized partition (or of the block outside one).
     barrier = _gl.barrier if hasattr(_gl, "barrier") else _gl.thread_barrier
+
+    @_gl._core.builtin
+    def multiply_add(a: Any, b: Any, total: Any, _semantic: Any = None) -> Any:
+        """total + a @ b by multiply-adds, like `gl.dot_fma`, which refuses less than 16 along k."""
+        exact = _ir.INPUT_PRECISION.IEEE
+        handle = _semantic.builder.create_dot(a.handle, b.handle, total.handle, exact, 0)
+        return _gl.tensor(handle, total.type)
 
     @dataclass_transform()
     def aggregate(cls: Any) -> Any:

@@ -10,6 +10,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from billfish.kernels.general.gpu import _on
+from billfish.kernels.gluon_compat import gluon_supported
+
+if gluon_supported():
+    from billfish.kernels.general import matmul_hopper
 
 GROUP = 8
 """Rows of tiles that programs take together."""
@@ -218,6 +222,15 @@ def matmul(
     if not out.numel():
         return out
     shared, engine = _machine(a.device)
+    found = [_describable(x) if tma and engine and k else None for x in (a, b)]
+    plain = fused and settings is None and split in (None, 1)
+    if a.dtype == torch.float32 and precision == "ieee" and plain and found[0] and found[1]:
+        if gluon_supported() and matmul_hopper.covers(m, n):
+            with _on(a):
+                matmul_hopper.matmul_float32(
+                    found, bias, activation, residual, out, k, group, stages
+                )
+            return out
     c = settings or config(m, n, k, a.dtype, precision, shared, engine)
     step = triton.cdiv(triton.cdiv(k, split or c.split), c.block_k) * c.block_k or c.block_k
     parts = max(1, triton.cdiv(k, step))
@@ -232,7 +245,6 @@ def matmul(
         into = (torch.empty if k else torch.zeros)(parts, m, n, dtype=kind, device=a.device)
     sides, turns = [a, b], [False, False]
     blocks = ((c.block_m, c.block_k), (c.block_k, c.block_n))
-    found = [_describable(x) if tma and engine and k else None for x in (a, b)]
     if found[0] and found[1]:
         for i, (x, turned) in enumerate(f for f in found if f):
             block = list(blocks[i][::-1] if turned else blocks[i])

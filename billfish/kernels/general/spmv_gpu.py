@@ -1,5 +1,7 @@
 """The sparse matrix times a vector on a GPU, in Triton; see `spmv.py`."""
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -16,27 +18,40 @@ VECTORS = 8
 """Columns of x that a program does at a time, at most."""
 
 PROGRAMS = 2048
-"""Programs that work off the list of pieces, at most."""
+"""Programs that fill any GPU."""
+
+
+@triton.jit
+def _elements(values, columns, at, inside, count, DTYPE: tl.constexpr):
+    """(column, value, whether it counts) of elements `at`: each is read once. One of a column that
+    is none of x's does not count."""
+    column = tl.load(columns + at, mask=inside, other=0, eviction_policy="evict_first")
+    value = tl.load(values + at, mask=inside, other=0, eviction_policy="evict_first").to(DTYPE)
+    return column, value, inside & (column >= 0) & (column < count)
 
 
 @triton.jit
 def _products(
-    values, columns, x, at, inside, count, vectors, x_row, x_column, first, DTYPE: tl.constexpr,
+    column, value, inside, x, vectors, x_row, x_column, first, ALIGNED: tl.constexpr,
     VECTORS: tl.constexpr,
 ):  # fmt: skip
-    """Elements `at` [n] times their elements of x: [n], or [n, VECTORS]. Of a column that is none
-    of x's nothing is read."""
-    column = tl.load(columns + at, mask=inside, other=0).to(tl.int64)
-    inside = inside & (column >= 0) & (column < count)
-    value = tl.load(values + at, mask=inside, other=0).to(DTYPE)
-    source = x + column * x_row
+    """Elements [n] times their elements of x: [n], or [n, VECTORS]. ALIGNED: x has all of these
+    columns, next to each other, from multiples of VECTORS on."""
     if VECTORS == 1:
-        return value * tl.load(source + first * x_column, mask=inside, other=0).to(DTYPE)
+        source = x + column.to(tl.int64) * x_row + first * x_column
+        other = tl.load(source, mask=inside, other=0, eviction_policy="evict_last")
+        return value * other.to(value.dtype)
     else:
         v = first + tl.arange(0, VECTORS)[None, :]
-        there = inside[:, None] & (v < vectors)
-        other = tl.load(source[:, None] + v * x_column, mask=there, other=0)
-        return value[:, None] * other.to(DTYPE)
+        there, stride = inside[:, None], x_row
+        if ALIGNED:
+            # Of a product the compiler sees what divides it, and reads that much of a row at once.
+            stride = x_row // VECTORS * VECTORS
+        else:
+            there, v = there & (v < vectors), v * x_column
+        source = x + (column.to(tl.int64) * stride)[:, None] + v
+        other = tl.load(source, mask=there, other=0, eviction_policy="evict_last")
+        return value[:, None] * other.to(value.dtype)
 
 
 @triton.jit
@@ -53,8 +68,8 @@ def _put(out, sums, row, there, vectors, first, VECTORS: tl.constexpr):
 @triton.jit
 def _bounds(offsets, row, there, stored):
     """(first element, how many) of rows."""
-    begin = tl.maximum(tl.load(offsets + row, mask=there, other=0).to(tl.int64), 0)
-    end = tl.minimum(tl.load(offsets + row + 1, mask=there, other=0).to(tl.int64), stored)
+    begin = tl.maximum(tl.load(offsets + row, mask=there, other=0), 0)
+    end = tl.minimum(tl.load(offsets + row + 1, mask=there, other=0), stored)
     return begin, tl.maximum(end - begin, 0)
 
 
@@ -62,46 +77,66 @@ def _bounds(offsets, row, there, stored):
 def _rows_kernel(
     values, columns, offsets, x, out, listed, list_size, rows, stored, count, vectors, x_row,
     x_column, piece, CUT: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, VECTORS: tl.constexpr,
+    WIDTH: tl.constexpr, STEPS: tl.constexpr, ALIGNED: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, group): ROWS rows times VECTORS columns of x, WIDTH elements a row at a time.
+    """Program (first tile, group): tiles of ROWS rows times VECTORS columns of x. WIDTH lanes take a
+    row, STEPS elements each at a time.
 
     CUT: rows of more than `piece` elements go on the list, which is of `list_size` entries:
     listed[0] is how many there are, then come their rows, then which of their row's pieces.
     """
     first = tl.program_id(1) * VECTORS
-    top = tl.program_id(0).to(tl.int64) * ROWS
-    row = top + tl.arange(0, ROWS)
-    there = row < rows
-    if CUT:
-        _, length = _bounds(offsets, row, there, stored)
-        pieces = tl.where(length > piece, (length + piece - 1) // piece, 0)
-        here = tl.sum(pieces, 0)
-        if (here > 0) & (first == 0):
-            _enlist(listed, list_size, row, pieces, here, ROWS)
-        there = there & (pieces == 0)
     # All of the tile as one line of threads: neighbours read neighbours, of the same row or next.
     line = tl.arange(0, ROWS * WIDTH)
-    begin, length = _bounds(offsets, top + line // WIDTH, top + line // WIDTH < rows, stored)
-    if CUT:
-        length = tl.where(length > piece, 0, length)
-    total = tl.zeros([ROWS * WIDTH] if VECTORS == 1 else [ROWS * WIDTH, VECTORS], DTYPE)
-    for start in range(0, tl.max(length, 0), WIDTH):
-        e = start + line % WIDTH
-        total += _products(
-            values, columns, x, begin + e, e < length, count, vectors, x_row, x_column, first,
-            DTYPE, VECTORS,
-        )  # fmt: skip
-    each = tl.reshape(total, [ROWS, WIDTH] if VECTORS == 1 else [ROWS, WIDTH, VECTORS])
-    _put(out, tl.sum(each, 1), row, there, vectors, first, VECTORS)
+    lane = line % WIDTH
+    stride = tl.num_programs(0).to(tl.int64) * ROWS
+    top = tl.program_id(0).to(tl.int64) * ROWS
+    behind, lengths = _bounds(offsets, top + line // WIDTH, top + line // WIDTH < rows, stored)
+    while top < rows:
+        begin, length = behind, lengths
+        if CUT:
+            length = tl.where(length > piece, 0, length)
+        else:
+            begin, length = begin.to(tl.int64), length.to(tl.int64)
+        # All of the first steps are asked for, and where the next tile begins, before one is waited
+        # for.
+        near = ()
+        for step in tl.static_range(STEPS):
+            e = step * WIDTH + lane
+            near += (_elements(values, columns, begin + e, e < length, count, DTYPE),)
+        longest = tl.max(lengths, 0)
+        here = top + tl.arange(0, ROWS)
+        mine = here < rows
+        if CUT:
+            if longest > piece:
+                _, each = _bounds(offsets, here, mine, stored)
+                mine = mine & (each <= piece)
+                if first == 0:
+                    _enlist(listed, list_size, here, each, piece, ROWS)
+                longest = tl.minimum(longest, piece)
+        following = top + stride + line // WIDTH
+        behind, lengths = _bounds(offsets, following, following < rows, stored)
+        total = tl.zeros([ROWS * WIDTH] if VECTORS == 1 else [ROWS * WIDTH, VECTORS], DTYPE)
+        for step in tl.static_range(STEPS):
+            total += _products(*near[step], x, vectors, x_row, x_column, first, ALIGNED, VECTORS)
+        for start in range(STEPS * WIDTH, longest, WIDTH):
+            far = start + lane
+            found = _elements(values, columns, begin + far, far < length, count, DTYPE)
+            total += _products(*found, x, vectors, x_row, x_column, first, ALIGNED, VECTORS)
+        each = tl.reshape(total, [ROWS, WIDTH] if VECTORS == 1 else [ROWS, WIDTH, VECTORS])
+        _put(out, tl.sum(each, 1), here, mine, vectors, first, VECTORS)
+        top += stride
 
 
 @triton.jit
-def _enlist(listed, list_size, row, pieces, total, ROWS: tl.constexpr):
-    """Put pieces of rows on the list. Places are taken in the order in which programs come; within
-    a row pieces are in theirs."""
+def _enlist(listed, list_size, row, length, piece, ROWS: tl.constexpr):
+    """Put pieces of long rows on the list. Places are taken in the order in which programs come;
+    within a row pieces are in theirs."""
     AT_ONCE: tl.constexpr = 256 // ROWS if ROWS < 256 else 1
-    place = tl.atomic_add(listed, total, sem="relaxed") + tl.cumsum(pieces, 0) - pieces
+    length = length.to(tl.int64)
+    pieces = tl.where(length > piece, (length + piece - 1) // piece, 0)
+    place = tl.atomic_add(listed, tl.sum(pieces, 0), sem="relaxed")
+    place += tl.cumsum(pieces, 0) - pieces
     for start in range(0, tl.max(pieces, 0), AT_ONCE):
         nth = start + tl.broadcast_to(tl.arange(0, AT_ONCE)[None, :], [ROWS, AT_ONCE])
         slot = place[:, None] + nth
@@ -113,7 +148,8 @@ def _enlist(listed, list_size, row, pieces, total, ROWS: tl.constexpr):
 @triton.jit
 def _pieces_kernel(
     values, columns, offsets, x, partial, listed, list_size, stored, count, vectors, x_row,
-    x_column, piece, DTYPE: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr,
+    x_column, piece, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    VECTORS: tl.constexpr,
 ):  # fmt: skip
     """The list's pieces, each a row of partial [list_size, vectors]."""
     first = tl.program_id(1) * VECTORS
@@ -126,10 +162,8 @@ def _pieces_kernel(
         for start in range(0, piece, BLOCK):
             e = done + start + tl.arange(0, BLOCK)
             inside = (e < length) & (e < done + piece)
-            total += _products(
-                values, columns, x, begin + e, inside, count, vectors, x_row, x_column, first,
-                DTYPE, VECTORS,
-            )  # fmt: skip
+            found = _elements(values, columns, begin + e, inside, count, DTYPE)
+            total += _products(*found, x, vectors, x_row, x_column, first, ALIGNED, VECTORS)
         sums = tl.sum(total, 0)
         if VECTORS == 1:
             tl.store(partial + entry * vectors + first, sums)
@@ -150,7 +184,7 @@ def _long_rows_kernel(
         if tl.load(listed + 1 + list_size + entry) == 0:
             row = tl.load(listed + 1 + entry)
             _, length = _bounds(offsets, row, True, stored)
-            pieces = tl.minimum((length + piece - 1) // piece, entries - entry)
+            pieces = tl.minimum((length.to(tl.int64) + piece - 1) // piece, entries - entry)
             total = tl.zeros([BLOCK, VECTORS], DTYPE)
             for start in range(0, pieces, BLOCK):
                 p = start + tl.arange(0, BLOCK)[:, None]
@@ -160,9 +194,29 @@ def _long_rows_kernel(
             tl.store(out + row * vectors + v, sums, mask=v < vectors)
 
 
+@dataclass(frozen=True)
+class Config:
+    """A tile: how many lanes take a row, how many elements each asks for at once, of all lanes
+    together; and how many tiles a program does."""
+
+    width: int
+    steps: int
+    elements: int
+    tiles: int = 8
+
+
+def config(rows: int, stored: int, vectors: int) -> Config:
+    """Of rows of as many elements as there are on average, lanes and steps take one at once. Four
+    lanes are as few as read well, since their elements are neighbours, and steps cost no more than
+    an element each where rows are shorter."""
+    mean = max(2, triton.next_power_of_2(triton.cdiv(stored, rows)))
+    steps = min(4 if vectors == 1 else 2, max(1, mean // 4))
+    return Config(min(32, mean // steps), steps, 1024 if vectors == 1 else 512)
+
+
 def spmv(
     values: Tensor, columns: Tensor, offsets: Tensor, x: Tensor, *, balanced: bool = True,
-    piece: int | None = None,
+    piece: int | None = None, settings: Config | None = None,
 ) -> Tensor:  # fmt: skip
     """x: [columns of A, k]. piece: elements of a long row's pieces."""
     rows, stored, vectors = offsets.shape[0] - 1, values.shape[0], x.shape[1]
@@ -172,29 +226,32 @@ def spmv(
     kind = accumulator(values.dtype, "sum")
     values, columns, offsets = values.contiguous(), columns.contiguous(), offsets.contiguous()
     at_once = min(VECTORS, triton.next_power_of_2(vectors))
-    width = min(32, max(2, triton.next_power_of_2(triton.cdiv(stored, rows))))
-    piece = piece or max(PIECE, 32 * width)
+    c = settings or config(rows, stored, at_once)
+    piece = piece or max(PIECE, 32 * c.width)
     # A row of n elements, more than a piece, has less than 2 n / piece of them.
     list_size = 2 * (stored // piece) if balanced else 0
     listed = torch.empty(1 + 2 * list_size, dtype=torch.int64, device=values.device)
     listed[:1].zero_()
     groups = triton.cdiv(vectors, at_once)
+    aligned = x.stride(1) == 1 and x.stride(0) % at_once == 0 and vectors % at_once == 0
     options = {"DTYPE": TYPES[kind], "VECTORS": at_once}
-    tile = max(1, 512 // width // at_once)
+    reading = {"ALIGNED": aligned, **options}
+    tile = max(1, c.elements // c.width // c.steps)
+    tiles = triton.cdiv(rows, tile)
     sizes = (stored, x.shape[0], vectors, *x.stride(), piece)
     with _on(values):
-        _rows_kernel[(triton.cdiv(rows, tile), groups)](
+        _rows_kernel[(max(min(tiles, PROGRAMS), triton.cdiv(tiles, c.tiles)), groups)](
             values, columns, offsets, x, out, listed, list_size, rows, *sizes, CUT=list_size > 0,
-            ROWS=tile, WIDTH=width, **options,
+            ROWS=tile, WIDTH=c.width, STEPS=c.steps, **reading,
         )  # fmt: skip
         if list_size:
             partial = torch.empty(list_size, vectors, dtype=kind, device=values.device)
             _pieces_kernel[(min(list_size, PROGRAMS), groups)](
                 values, columns, offsets, x, partial, listed, list_size, *sizes,
-                BLOCK=min(512, piece) // at_once, **options,
+                BLOCK=min(1024, triton.next_power_of_2(piece)) // at_once, **reading,
             )  # fmt: skip
-            _long_rows_kernel[(min(list_size, PROGRAMS // 4), groups)](
-                offsets, out, partial, listed, list_size, stored, vectors, piece, BLOCK=64,
-                num_warps=1, **options,
+            _long_rows_kernel[(min(list_size, 4 * PROGRAMS), groups)](
+                offsets, out, partial, listed, list_size, stored, vectors, piece,
+                BLOCK=512 // at_once, **options,
             )  # fmt: skip
     return out

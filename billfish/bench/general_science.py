@@ -35,6 +35,7 @@ def cases() -> list[Case]:
         matmul(4096, 14336, 4096, torch.bfloat16, follow=True),
         matmul(16, 4096, 4096, torch.bfloat16, follow=True),
         matmul(4096, 4096, 4096, torch.float32, "tf32"),
+        matmul(4096, 4096, 4096, torch.float32, "tf32x3"),
         matmul(4096, 4096, 4096, torch.float32),
     ]
 

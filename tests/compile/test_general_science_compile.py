@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 import triton
 
 from billfish.kernels.general import matmul_gpu, monte_carlo_gpu, nbody_gpu, spmv_gpu, stencil_gpu
+from billfish.kernels.gluon_compat import gluon_supported
 from tests.compile.offline import fake_device
 from tests.compile.test_general_compile import Recorder, compiled, of_both
 
@@ -105,7 +106,7 @@ def test_spmv(monkeypatch, dtype, vectors):
             values, columns, offsets, x, balanced=b
         )
         code = of_both(monkeypatch, spmv_gpu, "_rows_kernel", launch)
-        assert code.registers <= 64  # many threads wait for memory
+        assert code.registers <= 80  # many threads wait for memory
         # Only where long rows are cut is there a list to put them on.
         assert ("ATOMG" in code.sass) == balanced
     for name in ("_pieces_kernel", "_long_rows_kernel") if vectors == 1 else ():
@@ -165,6 +166,30 @@ def test_matmul(monkeypatch, size, dtype, precision, capability):
     cores = dtype != torch.float32 or precision != "ieee"
     assert not code.serialized
     assert (code.count("HMMA") + code.count("HGMMA") > 0) == cores
+    assert code.count("STG.E.128") > 0
+
+
+@pytest.mark.skipif(not gluon_supported(), reason="needs a Triton release with known Gluon")
+@pytest.mark.parametrize("turned_a", [False, True])
+@pytest.mark.parametrize("turned_b", [False, True])
+def test_matmul_of_float32_on_hopper(monkeypatch, turned_a, turned_b):
+    """Not by tensor cores, and with 16 multiplications for each read of shared memory."""
+    monkeypatch.setattr(matmul_gpu, "_machine", lambda device: MACHINES[90])
+    a, b = torch.empty(2048, 1024), torch.empty(1024, 2000)
+    a = torch.empty(1024, 2048).t() if turned_a else a
+    b = torch.empty(2000, 1024).t() if turned_b else b
+    bias, residual = torch.empty(2000), torch.empty(2048, 2000)
+    code = compiled(
+        monkeypatch, matmul_gpu.matmul_hopper, "_float32_kernel",
+        lambda: matmul_gpu.matmul(a, b, bias, "silu", residual, "ieee"), 90,
+    )  # fmt: skip
+    assert code.spill_bytes == 0
+    assert code.count("HMMA") == code.count("HGMMA") == 0
+    loop = 2 * 8 * 64  # boxes, steps of each, results of a thread
+    assert loop <= code.count("FFMA") < 2 * loop
+    after = 2 * 16  # the sums are laid out anew
+    assert code.count("LDS") == code.count("LDS.128") <= loop // 16 + after
+    assert "UTMALDG" in code.sass
     assert code.count("STG.E.128") > 0
 
 

@@ -8,6 +8,9 @@ time). Programs that run together take tiles of a block, not of a row, so that i
 they read. A product too small to fill the machine is cut along k, and the parts added in their
 order.
 
+Tensor cores do not multiply float32 as it is. For that each thread adds up results of its own, and
+what counts is how few reads of shared memory that takes (`matmul_hopper.py`).
+
 A bias, an activation and a residual are applied to the sums while they are in registers, before
 their one rounding.
 

@@ -211,6 +211,12 @@ def _describable(x: Tensor) -> tuple[Tensor, bool] | None:
     return None
 
 
+def _pair(a: Tensor, b: Tensor) -> list[tuple[Tensor, bool]] | None:
+    """Both as the copy engine takes them, if it does."""
+    found = [f for f in map(_describable, (a, b)) if f]
+    return found if len(found) == 2 else None
+
+
 def matmul(
     a: Tensor, b: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
     precision: str, *, fused: bool = True, group: int = GROUP, stages: int | None = None,
@@ -222,15 +228,13 @@ def matmul(
     if not out.numel():
         return out
     shared, engine = _machine(a.device)
-    found = [_describable(x) if tma and engine and k else None for x in (a, b)]
-    plain = fused and settings is None and split in (None, 1)
-    if a.dtype == torch.float32 and precision == "ieee" and plain and found[0] and found[1]:
-        if gluon_supported() and matmul_hopper.covers(m, n):
-            with _on(a):
-                matmul_hopper.matmul_float32(
-                    found, bias, activation, residual, out, k, group, stages
-                )
-            return out
+    pair = _pair(a, b) if tma and engine and k else None
+    exact = a.dtype == torch.float32 and precision == "ieee" and gluon_supported()
+    as_usual = fused and settings is None and split is None
+    if exact and as_usual and pair and matmul_hopper.covers(m, n):
+        with _on(a):
+            matmul_hopper.matmul_float32(pair, bias, activation, residual, out, k, group, stages)
+        return out
     c = settings or config(m, n, k, a.dtype, precision, shared, engine)
     step = triton.cdiv(triton.cdiv(k, split or c.split), c.block_k) * c.block_k or c.block_k
     parts = max(1, triton.cdiv(k, step))
@@ -245,18 +249,17 @@ def matmul(
         into = (torch.empty if k else torch.zeros)(parts, m, n, dtype=kind, device=a.device)
     sides, turns = [a, b], [False, False]
     blocks = ((c.block_m, c.block_k), (c.block_k, c.block_n))
-    if found[0] and found[1]:
-        for i, (x, turned) in enumerate(f for f in found if f):
-            block = list(blocks[i][::-1] if turned else blocks[i])
-            sides[i] = TensorDescriptor(x, list(x.shape), list(x.stride()), block)
-            turns[i] = turned
+    for i, (x, turned) in enumerate(pair or ()):
+        block = list(blocks[i][::-1] if turned else blocks[i])
+        sides[i] = TensorDescriptor(x, list(x.shape), list(x.stride()), block)
+        turns[i] = turned
     tiles = triton.cdiv(m, c.block_m) * triton.cdiv(n, c.block_n)
     with _on(a):
         if k:
             _matmul_kernel[(tiles, parts)](
                 *sides, bias, residual, into, m, n, k, *a.stride(), *b.stride(),
                 *residual.stride(), step, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k,
-                GROUP=group, TMA=bool(found[0] and found[1]), TURN_A=turns[0], TURN_B=turns[1],
+                GROUP=group, TMA=pair is not None, TURN_A=turns[0], TURN_B=turns[1],
                 PRECISION=precision, **(more if alone else nothing), num_warps=c.warps,
                 num_stages=stages or c.stages,
             )  # fmt: skip

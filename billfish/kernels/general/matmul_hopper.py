@@ -24,8 +24,8 @@ BLOCK_K = 8
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile, the boxes of BLOCK_K along k that a stage of the queue has, the warps, and the queue's
-    depth."""
+    """A tile, the boxes along k that a stage of the queue has, the warps, the queue's depth, and
+    the registers that a thread may have."""
 
     block_m: int = 128
     block_n: int = 64
@@ -75,9 +75,9 @@ def _read(
 @gluon.jit
 def _float32_kernel(
     a, b, bias, residual, out, m, n, k, residual_m, residual_n, STAGES: gl.constexpr,
-    BOXES: gl.constexpr, GROUP: gl.constexpr, TURN_A: gl.constexpr, TURN_B: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
-    RESIDUAL: gl.constexpr, num_warps: gl.constexpr,
+    BOXES: gl.constexpr, GROUP: gl.constexpr, TURN_A: gl.constexpr, TURN_B: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BIAS: gl.constexpr,
+    ACTIVATION: gl.constexpr, RESIDUAL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Program: a tile of out. a and b are descriptors, of their transposes where TURN_A or TURN_B
     says so."""
@@ -96,8 +96,9 @@ def _float32_kernel(
     top = (block * GROUP + within % height) * BLOCK_M
     left = (within // height) * BLOCK_N
 
-    QUEUE_A: gl.constexpr = [STAGES * BOXES] + a.block_type.shape
-    QUEUE_B: gl.constexpr = [STAGES * BOXES] + b.block_type.shape
+    # The kernel language has no starred elements.
+    QUEUE_A: gl.constexpr = [STAGES * BOXES] + a.block_type.shape  # noqa: RUF005
+    QUEUE_B: gl.constexpr = [STAGES * BOXES] + b.block_type.shape  # noqa: RUF005
     x = gl.allocate_shared_memory(gl.float32, QUEUE_A, a.layout)
     y = gl.allocate_shared_memory(gl.float32, QUEUE_B, b.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -164,7 +165,7 @@ def matmul_float32(
     rest = out if residual is None else residual
     tiles = triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
     _float32_kernel[(tiles,)](
-        *described, out if bias is None else bias, rest, out, m, n, k, *rest.stride(),
+        *described, out if bias is None else bias.contiguous(), rest, out, m, n, k, *rest.stride(),
         STAGES=stages or tile.stages, BOXES=tile.boxes, GROUP=group, TURN_A=sides[0][1],
         TURN_B=sides[1][1], BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=BLOCK_K,
         BIAS=bias is not None, ACTIVATION=activation, RESIDUAL=residual is not None,

@@ -79,8 +79,8 @@ def _rows_kernel(
     x_column, piece, CUT: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, STEPS: tl.constexpr, ALIGNED: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
-    """Program (first tile, group): tiles of ROWS rows times VECTORS columns of x. WIDTH lanes take a
-    row, STEPS elements each at a time.
+    """Program (first tile, group): tiles of ROWS rows times VECTORS columns of x. WIDTH lanes take
+    a row, and ask for STEPS elements each at once.
 
     CUT: rows of more than `piece` elements go on the list, which is of `list_size` entries:
     listed[0] is how many there are, then come their rows, then which of their row's pieces.
@@ -103,17 +103,18 @@ def _rows_kernel(
         near = ()
         for step in tl.static_range(STEPS):
             e = step * WIDTH + lane
-            near += (_elements(values, columns, begin + e, e < length, count, DTYPE),)
+            asked = _elements(values, columns, begin + e, e < length, count, DTYPE)
+            near += (asked,)  # type: ignore[assignment]
         longest = tl.max(lengths, 0)
         here = top + tl.arange(0, ROWS)
         mine = here < rows
-        if CUT:
+        if CUT:  # noqa: SIM102 (the compiler decides this one, the GPU the next)
             if longest > piece:
                 _, each = _bounds(offsets, here, mine, stored)
                 mine = mine & (each <= piece)
                 if first == 0:
                     _enlist(listed, list_size, here, each, piece, ROWS)
-                longest = tl.minimum(longest, piece)
+                longest = tl.max(tl.where(mine, each, 0), 0)
         following = top + stride + line // WIDTH
         behind, lengths = _bounds(offsets, following, following < rows, stored)
         total = tl.zeros([ROWS * WIDTH] if VECTORS == 1 else [ROWS * WIDTH, VECTORS], DTYPE)

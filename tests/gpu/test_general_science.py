@@ -166,6 +166,24 @@ def test_spmv(dtype, index, vectors):
     assert general.spmv(values, columns, offsets, x[:, 0]).shape == (len(lengths),)
 
 
+@pytest.mark.parametrize("vectors", [1, 4, 8])
+@pytest.mark.parametrize("mean", [3, 7, 20, 150])
+def test_spmv_of_some_tiles_a_program(mean, vectors):
+    generator = torch.Generator("cuda").manual_seed(mean)
+    lengths = torch.randint(0, 2 * mean, (400_000,), device="cuda", generator=generator)
+    offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
+    stored, count = int(offsets[-1]), 30_000
+    columns = torch.randint(0, count, (stored,), device="cuda", generator=generator).int()
+    values, x = draw(stored), draw(count, vectors, seed=1)
+    got = general.spmv(values, columns, offsets, x)
+    matrix = torch.sparse_csr_tensor(
+        offsets.long(), columns.long(), values.double(), (len(lengths), count),
+        check_invariants=False,
+    )  # fmt: skip
+    want = matrix @ x.double()
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+
+
 def test_spmv_looks_at_indices_where_asked():
     values, x = torch.ones(4, device="cuda"), torch.ones(3, device="cuda")
     offsets = torch.tensor([0, 2, 4], device="cuda")

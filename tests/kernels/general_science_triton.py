@@ -117,6 +117,19 @@ def test_spmv(dtype, index, vectors):
             close(got, want, max(ROUNDING[dtype], 1e-13) * 4)
 
 
+@pytest.mark.parametrize(("width", "steps", "vectors"), [(2, 1, 1), (4, 2, 4), (1, 4, 1)])
+def test_spmv_of_some_tiles_a_program(monkeypatch, width, steps, vectors):
+    monkeypatch.setattr(spmv_gpu, "PROGRAMS", 2)
+    lengths = torch.arange(90) % 9 + 60 * (torch.arange(90) % 40 == 39)
+    offsets = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
+    values, x = draw(int(offsets[-1])), draw(40, vectors, seed=1)
+    columns = (torch.arange(len(values)) * 7 % 40).int()
+    want = general.spmv_reference(values.double(), columns, offsets, x.double())
+    settings = spmv_gpu.Config(width, steps, elements=16 * width * steps, tiles=3)
+    for options in ({"piece": 32}, {"balanced": False}):
+        close(spmv_gpu.spmv(values, columns, offsets, x, settings=settings, **options), want, 1e-5)
+
+
 def test_spmv_reads_nothing_outside():
     """What is wrong with indices a GPU cannot say."""
     values, x = torch.ones(200), torch.ones(50, 1)

@@ -185,9 +185,9 @@ def test_matmul_of_float32_on_hopper(monkeypatch, turned_a, turned_b):
     )  # fmt: skip
     assert code.spill_bytes == 0
     assert code.count("HMMA") == code.count("HGMMA") == 0
-    loop = 2 * 8 * 64  # boxes, steps of each, results of a thread
+    loop = 4 * 8 * 64  # boxes, steps of each, results of a thread
     assert loop <= code.count("FFMA") < 2 * loop
-    after = 2 * 16  # the sums are laid out anew
+    after = 3 * 16  # the sums are laid out anew
     assert code.count("LDS") == code.count("LDS.128") <= loop // 16 + after
     assert "UTMALDG" in code.sass
     assert code.count("STG.E.128") > 0

@@ -109,6 +109,13 @@ def _backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 differentiate("cross_entropy", _save, _backward)
 
 
+def _kind(weight: Tensor, rows: int, chunk: int) -> torch.dtype:
+    """In which the weight's gradient is added up: in bfloat16 there is nothing to add to a single
+    chunk's, and no sum is too large for it."""
+    alone = weight.dtype == torch.bfloat16 and rows <= chunk
+    return torch.bfloat16 if alone else torch.float32
+
+
 def in_chunks(
     x: Tensor,
     weight: Tensor,
@@ -119,18 +126,19 @@ def in_chunks(
     step: Callable[[Tensor, Tensor], Tensor],
     add_product: Callable[[Tensor, Tensor, Tensor, bool], object],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(mean loss, gradients of the loss's sum by x and by weight, the latter in float32, one over
-    the number of rows that count).
+    """(mean loss, gradients of the loss's sum by x and by weight, the latter as `_kind` says, one
+    over the number of rows that count).
 
     Gradients of the sum, not of the mean: that of a logit among many classes, by many rows, is too
     small for float16, and what has vanished no scaling of the loss brings back.
 
     step: (logits, target) to the loss of each row, the logits' gradient left in the logits.
-    add_product: (sum, a, b, first) adds a @ b in float32, or sets sum to it where it is the first.
+    add_product: (sum, a, b, first) adds a @ b, or sets sum to it where it is the first.
     """
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
     dx = torch.empty(x.shape if gradients else 0, dtype=x.dtype, device=x.device)
-    dw = torch.empty(weight.shape if gradients else 0, dtype=torch.float32, device=x.device)
+    kind = _kind(weight, x.shape[0], chunk)
+    dw = torch.empty(weight.shape if gradients else 0, dtype=kind, device=x.device)
     if not x.shape[0]:
         dw.zero_()
     for first in range(0, x.shape[0], chunk):
@@ -162,7 +170,10 @@ def _linear_cpu(
     x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, chunk: int, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-        total.addmm_(a.float(), b.float(), beta=0 if first else 1)
+        if total.dtype == a.dtype:
+            total.addmm_(a, b, beta=0 if first else 1)
+        else:
+            total.addmm_(a.float(), b.float(), beta=0 if first else 1)
 
     step = _step_cpu(ignore_index)
     return in_chunks(x, weight, target, ignore_index, chunk, gradients, step, add_product)
@@ -174,7 +185,9 @@ def _linear_fake(
     return (
         x.new_empty((), dtype=torch.float32),
         x.new_empty(x.shape if gradients else (0,)),
-        weight.new_empty(weight.shape if gradients else (0,), dtype=torch.float32),
+        weight.new_empty(
+            weight.shape if gradients else (0,), dtype=_kind(weight, x.shape[0], chunk)
+        ),
         x.new_empty((), dtype=torch.float32),
     )
 
@@ -250,10 +263,10 @@ def linear_cross_entropy(
     """cross_entropy(x @ weight.T, target), the mean, with the logits of `chunk` rows at a time.
 
     x: [N, D], weight: [V, D] of the same dtype, float32, bfloat16 or float16; target: int64 [N] as
-    for `cross_entropy`. chunk: None for D rows, and 1024 at least. Besides the gradients (one of
-    the weight in float32 too), memory is for chunk * V logits. Where a gradient is wanted it is
-    computed in the forward pass, together with the loss; differentiable once. Returns a float32
-    scalar.
+    for `cross_entropy`. chunk: None for D rows, and 1024 at least. Besides the gradients (and the
+    weight's in float32, but for a single chunk of bfloat16), memory is for chunk * V logits. Where
+    a gradient is wanted it is computed in the forward pass, together with the loss; differentiable
+    once. Returns a float32 scalar.
 
     Deterministic as far as torch's matmul is.
 

@@ -29,9 +29,9 @@ class Tile:
 
     block_m: int = 128
     block_n: int = 64
-    boxes: int = 2
+    boxes: int = 4
     warps: int = 4
-    stages: int = 4
+    stages: int = 3
     registers: int | None = None
 
 
@@ -108,9 +108,7 @@ def _float32_kernel(
     STEP: gl.constexpr = BOXES * BLOCK_K
     for stage in gl.static_range(STAGES):
         if stage * STEP < k:
-            _read(
-                a, b, x, y, full, stage, top, left, stage * STEP, BOXES, TURN_A, TURN_B, BLOCK_K
-            )
+            _read(a, b, x, y, full, stage, top, left, stage * STEP, BOXES, TURN_A, TURN_B, BLOCK_K)
 
     total = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SUMS)
     slot = 0

@@ -11,7 +11,7 @@ from billfish.kernels.general._arguments import accumulator
 from billfish.kernels.general._triton import TYPES
 from billfish.kernels.general.gpu import _on
 
-PIECE = 512
+PIECE = 1024
 """Elements from which a row counts as long, and of its pieces; more where rows are long anyway."""
 
 VECTORS = 8
@@ -207,12 +207,14 @@ class Config:
 
 
 def config(rows: int, stored: int, vectors: int) -> Config:
-    """Of rows of as many elements as there are on average, lanes and steps take one at once. Four
-    lanes are as few as read well, since their elements are neighbours, and steps cost no more than
-    an element each where rows are shorter."""
+    """Of a row of as many elements as there are on average, all are asked for at once. Short rows
+    have few lanes with four elements each, as each lane reads where its row begins and ends; a warp
+    is worth more than steps where it reads whole lines of memory."""
     mean = max(2, triton.next_power_of_2(triton.cdiv(stored, rows)))
-    steps = min(4 if vectors == 1 else 2, max(1, mean // 4))
-    return Config(min(32, mean // steps), steps, 1024 if vectors == 1 else 512)
+    if vectors > 1:
+        return Config(max(1, min(16, mean // 2)), 2, 512)
+    steps = min(4, mean) if mean < 64 else min(4, mean // 32)
+    return Config(min(32, mean // steps), steps, 1024)
 
 
 def spmv(
@@ -237,13 +239,15 @@ def spmv(
     aligned = x.stride(1) == 1 and x.stride(0) % at_once == 0 and vectors % at_once == 0
     options = {"DTYPE": TYPES[kind], "VECTORS": at_once}
     reading = {"ALIGNED": aligned, **options}
+    # Where all fits into so few registers, more programs wait for memory at a time.
+    small = at_once == 1 and kind == torch.float32 and offsets.dtype == torch.int32
     tile = max(1, c.elements // c.width // c.steps)
     tiles = triton.cdiv(rows, tile)
     sizes = (stored, x.shape[0], vectors, *x.stride(), piece)
     with _on(values):
         _rows_kernel[(max(min(tiles, PROGRAMS), triton.cdiv(tiles, c.tiles)), groups)](
             values, columns, offsets, x, out, listed, list_size, rows, *sizes, CUT=list_size > 0,
-            ROWS=tile, WIDTH=c.width, STEPS=c.steps, **reading,
+            ROWS=tile, WIDTH=c.width, STEPS=c.steps, **reading, maxnreg=64 if small else None,
         )  # fmt: skip
         if list_size:
             partial = torch.empty(list_size, vectors, dtype=kind, device=values.device)
@@ -251,7 +255,7 @@ def spmv(
                 values, columns, offsets, x, partial, listed, list_size, *sizes,
                 BLOCK=min(1024, triton.next_power_of_2(piece)) // at_once, **reading,
             )  # fmt: skip
-            _long_rows_kernel[(min(list_size, 4 * PROGRAMS), groups)](
+            _long_rows_kernel[(min(list_size, PROGRAMS), groups)](
                 offsets, out, partial, listed, list_size, stored, vectors, piece,
                 BLOCK=512 // at_once, **options,
             )  # fmt: skip

@@ -77,11 +77,17 @@ def _case(case: Json) -> list[str]:
 
 
 def _settings(settings: Sequence[Json]) -> str:
+    """A line a case, a column a setting: the times."""
     if not settings:
         return ""
+    columns = {setting["setting"]: number(setting["setting"]) for setting in settings}
+    times: dict[str, dict[float, Json]] = {}
+    for setting in settings:
+        times.setdefault(f"{setting['group']} {setting['case']}", {})[setting["setting"]] = setting
+    head = ["µs by depth", *(columns[setting] for setting in sorted(columns))]
     rows = (
-        [f"{escape(s['group'])} {escape(s['case'])}", number(s["setting"]), number(s["us"]),
-         number(s["percent"], "%")]
-        for s in settings
+        [escape(case), *(number(found[each]["us"] if each in found else None)
+                         for each in sorted(columns))]
+        for case, found in times.items()
     )  # fmt: skip
-    return table(["case", "depth", "µs", "of the floor"], rows)
+    return table(head, rows)

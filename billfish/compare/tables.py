@@ -9,14 +9,15 @@ of TABLES.
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from billfish.compare import attention_tables, build, engine_tables, records
+from billfish.compare import attention_tables, build, engine_tables, product_tables, records
 from billfish.compare.catalogue import DOMAINS, ROWS
 from billfish.compare.figures import shown, sized
+from billfish.compare.markdown import source_of, table_row
 from billfish.errors import RecordError
 
 Json = dict[str, Any]
@@ -27,10 +28,13 @@ PLACE = re.compile(r"(<!-- table ([\w ]+) -->\n).*?(<!-- end of table -->)", re.
 def families(document: Json) -> str:
     """What the three families measure, row by row of the table that describes them."""
     found = document["families"].values()
-    lines = [_line(["", *(family["title"] for family in found)]), _line(["---"] * (len(found) + 1))]
+    lines = [
+        table_row(["", *(family["title"] for family in found)]),
+        table_row(["---"] * (len(found) + 1)),
+    ]
     for key, title in ROWS.items():
         cells = ["<br>".join(map(_claim, family["claims"][key])) for family in found]
-        lines.append(_line([title.lower(), *cells]))
+        lines.append(table_row([title.lower(), *cells]))
     return "\n".join([*lines, "", _counted_and_recorded(document)])
 
 
@@ -53,118 +57,24 @@ def _counted_and_recorded(document: Json) -> str:
 def techniques(document: Json) -> str:
     """The least and the most that each technique of a general kernel is worth."""
     lines = [
-        _line(["technique", "cases", "time without it / time with it"]),
-        _line(["---", "--:", "--:"]),
+        table_row(["technique", "cases", "time without it / time with it"]),
+        table_row(["---", "--:", "--:"]),
     ]
     found = [t for t in document["families"]["general"]["techniques"] if t["cases"]]
     for technique in found:
         ratios = [case["ratio"] for case in technique["cases"]]
         ends = dict.fromkeys(shown(f(ratios), "x") for f in (min, max))
-        lines.append(_line([technique["name"], str(len(ratios)), f"{' to '.join(ends)}x"]))
+        lines.append(table_row([technique["name"], str(len(ratios)), f"{' to '.join(ends)}x"]))
     if not found:
         return f"{NOT_YET.capitalize()}."
-    return "\n".join([*lines, "", _source(document, "ablation_general")])
-
-
-def products(document: Json, record: str) -> str:
-    """W4A16 products, a line a weight: times, and how many times those of peers they are."""
-    found = [line for line in document["charts"]["products"] if line["record"] == record]
-    if not found:
-        return f"{NOT_YET.capitalize()}."
-    counts = sorted({line["m"] for line in found})
-    kinds = {(line["dtype"], line["group_size"]) for line in found}
-    lines = [
-        _line(["N x K", *(f"M={m}" for m in counts)]),
-        _line(["---", *["--:"] * len(counts)]),
-    ]
-    weights: dict[str, Json] = {}
-    for line in found:
-        name = f"{line['n']} x {line['k']}"
-        if len(kinds) > 1:
-            name += f", {line['dtype']}, groups of {line['group_size']}"
-        weights.setdefault(name, {})[line["m"]] = line
-    for name, by_count in weights.items():
-        lines.append(_line([name, *(_product(by_count.get(m)) for m in counts)]))
-    return "\n".join([*lines, "", _source(document, record)])
-
-
-def _product(line: Json | None) -> str:
-    if line is None:
-        return "–"
-    ratios = [line["over_int4"], line["over_cublas"]]
-    return f"{shown(line['us'])} ({', '.join('–' if r is None else f'{r:.2f}' for r in ratios)})"
-
-
-def switches(document: Json) -> str:
-    """Microseconds of W4A16 products with each technique switched off."""
-    found = document["families"]["marlin"]["techniques"]
-    found = [t for t in found if t["record"] == "ablation_gemm"]
-    with_all = {(c["group"], c["case"]): c for t in found for c in t["cases"]}
-    if not found:
-        return f"{NOT_YET.capitalize()}."
-    rows = {
-        t["name"]: {(c["group"], c["case"]): c["without_us"] for c in t["cases"]} for t in found
-    }
-    rows = {
-        "nothing": {key: case["with_us"] for key, case in with_all.items()},
-        **rows,
-        "floor: the bytes at the rate of one long read": {
-            key: case["floor_us"] for key, case in with_all.items()
-        },
-    }
-    for setting in [s for t in found for s in t["settings"]]:
-        name = f"queue of {setting['setting']} stages"
-        rows.setdefault(name, {})[setting["group"], setting["case"]] = setting["us"]
-    lines = [
-        _line(["switched off", *(" ".join(key) for key in with_all)]),
-        _line(["---", *["--:"] * len(with_all)]),
-    ]
-    for name, times in rows.items():
-        cells = (shown(times[key]) if key in times else "–" for key in with_all)
-        lines.append(_line([name, *cells]))
-    return "\n".join([*lines, "", _source(document, "ablation_gemm")])
-
-
-def layer(document: Json) -> str:
-    """The products of a layer in a row, beside the floor of their bytes."""
-    found = document["charts"]["layer"]
-    if not found:
-        return f"{NOT_YET.capitalize()}."
-    lines = [
-        _line(["case", "", "µs", "floor, µs", "times the floor"]),
-        _line(["---", "---", "--:", "--:", "--:"]),
-    ]
-    for line in found:
-        cells = [shown(line["us"]), shown(line["floor_us"]), f"{line['over_floor']:.2f}"]
-        lines.append(_line([line["case"], line["technique"], *cells]))
-    return "\n".join([*lines, "", _source(document, "gemm_chain")])
-
-
-HOST = {
-    "host_us": "`w4a16_matmul`",
-    "host_us_quant_linear": "`QuantLinear`",
-    "host_us_torch_matmul": "`torch.matmul`",
-    "host_us_torch_empty": "`torch.empty`",
-}
-
-
-def host(document: Json) -> str:
-    """Host microseconds of a product outside a CUDA graph, beside calls of torch."""
-    found = document["charts"]["host"]
-    if not found:
-        return f"{NOT_YET.capitalize()}."
-    lines = [_line(["µs, as recorded in", *HOST.values()]), _line(["---", *["--:"] * len(HOST)])]
-    for line in found:
-        cells = (shown(line[key]) if key in line else "–" for key in HOST)
-        lines.append(_line([f"`benchmarks/{line['record']}.json`", *cells]))
-    return "\n".join(lines)
+    return "\n".join([*lines, "", source_of(document, "ablation_general")])
 
 
 def general(document: Json, domain: str) -> str:
     """Every case of the general kernels of a domain, beside its floor and its best peer."""
     lines = [
-        _line(["case", "µs", "of the floor", "best peer", "its µs", "its time / ours"]),
-        _line(["---", "--:", "--:", "---", "--:", "--:"]),
+        table_row(["case", "µs", "of the floor", "best peer", "its µs", "its time / ours"]),
+        table_row(["---", "--:", "--:", "---", "--:", "--:"]),
     ]
     found = [line for line in document["charts"]["general"] if line["domain"] == domain]
     for line in found:
@@ -172,16 +82,16 @@ def general(document: Json, domain: str) -> str:
         if line["peer"]:
             peer = [line["peer"], shown(line["peer_us"]), f"{shown(line['ratio'], 'x')}x"]
         case = f"`{line['kernel']}` {line['size']} {line['dtype']}"
-        lines.append(_line([case, shown(line["us"]), f"{shown(line['percent'], '%')}%", *peer]))
+        lines.append(table_row([case, shown(line["us"]), f"{shown(line['percent'], '%')}%", *peer]))
     wrong = [case for case in document["charts"]["wrong"] if case["domain"] == domain]
     for case in wrong:
         name = f"`{case['kernel']}` {case['size']} {case['dtype']}"
-        lines.append(_line([name, "wrong result, not timed", "", "", "", ""]))
+        lines.append(table_row([name, "wrong result, not timed", "", "", "", ""]))
     if not found and not wrong:
         return f"{NOT_YET.capitalize()}."
     if found:
         lines += ["", _summary(document["charts"]["domains"][domain])]
-    return "\n".join([*lines, "", _source(document, "general")])
+    return "\n".join([*lines, "", source_of(document, "general")])
 
 
 def _summary(counts: Json) -> str:
@@ -196,73 +106,54 @@ def tutorial(document: Json) -> str:
     """The steps of docs/write-a-kernel.md: bytes asked for, time, percent of the floor."""
     from billfish.bench.tutorial import STEPS, step_bytes
 
-    lines = [_line(["step", "bytes", "µs", "of the floor"]), _line(["---", "--:", "--:", "--:"])]
+    lines = [
+        table_row(["step", "bytes", "µs", "of the floor"]),
+        table_row(["---", "--:", "--:", "--:"]),
+    ]
     found = {line["step"]: line for line in document["charts"]["tutorial"]}
     for step in STEPS:
         line = found.get(step)
         times = [shown(line["us"]), f"{shown(line['percent'], '%')}%"] if line else [NOT_YET] * 2
-        lines.append(_line([step, sized(step_bytes(step)), *times]))
-    return "\n".join([*lines, "", _source(document, "tutorial")])
+        lines.append(table_row([step, sized(step_bytes(step)), *times]))
+    return "\n".join([*lines, "", source_of(document, "tutorial")])
 
 
 def cache(document: Json) -> str:
     """Output tokens a second of a whole model: with blocks, and with room set aside."""
     found = document["charts"]["cache"]
     lines = [
-        _line(["KV blocks in all", "room set aside", "output tokens/s so", "with blocks", "ratio"]),
-        _line(["--:"] * 5),
+        table_row(
+            ["KV blocks in all", "room set aside", "output tokens/s so", "with blocks", "ratio"]
+        ),
+        table_row(["--:"] * 5),
     ]
     if found is None:
-        return "\n".join([*lines, _line([NOT_YET, *[""] * 4])])
+        return "\n".join([*lines, table_row([NOT_YET, *[""] * 4])])
     for whole in found["contiguous"]:
         blocks = shown(whole["blocks"]) if whole["blocks"] else ""
         room = f"{shown(whole['reserve_tokens'])} tokens a request"
         speeds = [shown(whole["tok_s"]), shown(whole["paged_tok_s"])]
-        lines.append(_line([blocks, room, *speeds, f"{shown(whole['ratio'], 'x')}x"]))
-    return "\n".join([*lines, "", _source(document, "engine_cache")])
+        lines.append(table_row([blocks, room, *speeds, f"{shown(whole['ratio'], 'x')}x"]))
+    return "\n".join([*lines, "", source_of(document, "engine_cache")])
 
 
 def _of_engine(document: Json, name: str) -> str:
     make, record = engine_tables.TABLES[name]
-    return f"{make(document)}\n\n{_source(document, record)}" if record else make(document)
+    return f"{make(document)}\n\n{source_of(document, record)}" if record else make(document)
 
 
 def _of_attention(document: Json, name: str) -> str:
     make, record = attention_tables.TABLES[name]
     table = make()
-    return table if table == attention_tables.NOT_YET else f"{table}\n\n{_source(document, record)}"
-
-
-def _line(cells: Iterable[str]) -> str:
-    # A bar would end a cell, and stars in a formula would be read as emphasis.
-    escaped = (
-        cell.replace("|", "\\|").replace(" * ", " \\* ").strip() if cell.strip("-:") else cell
-        for cell in cells
-    )
-    return f"| {' | '.join(escaped)} |"
-
-
-def _source(document: Json, name: str) -> str:
-    """Where figures come from: the file, device, date, commit and versions."""
-    record = document["records"].get(name)
-    if record is None:
-        return f"From `benchmarks/{name}.json`, which is not recorded yet."
-    versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items())
-    commit = (record["commit"] or "unknown")[:12]
     return (
-        f"From `benchmarks/{name}.json`: {record['device']}, {record['date']}, commit {commit}; "
-        f"{versions}."
+        table if table == attention_tables.NOT_YET else f"{table}\n\n{source_of(document, record)}"
     )
 
 
 TABLES: Mapping[str, Callable[[Json], str]] = {
     "families": families,
     "techniques": techniques,
-    "products": partial(products, record="gemm"),
-    "products of other formats": partial(products, record="gemm_formats"),
-    "products switched": switches,
-    "products of a layer": layer,
-    "products on the host": host,
+    **product_tables.TABLES,
     **{f"general {domain}": partial(general, domain=domain) for domain in DOMAINS},
     "tutorial": tutorial,
     "cache": cache,

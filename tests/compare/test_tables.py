@@ -94,7 +94,11 @@ def test_products_beside_their_peers():
         product("cublas", 16, 3.0),
     ]  # fmt: skip
     other = {"dtype": "bfloat16", "group_size": 32}
-    formats = [product("billfish", 1, 4.0), product("billfish", 8, 4.0, **other)]
+    formats = [
+        product("billfish", 1, 4.0),
+        product("cublas", 1, 3.0),
+        product("billfish", 8, 4.0, **other),
+    ]
     made = {
         name: Record(name, "recorded", HEAD, found)
         for name, found in (("gemm", rows), ("gemm_formats", formats))
@@ -102,10 +106,14 @@ def test_products_beside_their_peers():
     document = build.comparison(made, ("marlin",), gpu=None)
     table = tables.TABLES["products"](document)
     assert cells(table) == [["64 x 128", "2 (2.00, 1.50)", "2.5 (–, –)"]]
+    assert "geometric mean (least): M = 1: 2.00 (2.00)." in table
+    assert "Behind cuBLAS by more than 5%: none." in table
     assert cells(tables.TABLES["products of other formats"](document)) == [
-        ["64 x 128, float16, groups of 128", "4 (–, –)", "–"],
+        ["64 x 128, float16, groups of 128", "4 (–, 0.75)", "–"],
         ["64 x 128, bfloat16, groups of 32", "–", "4 (–, –)"],
     ]
+    behind = "Behind cuBLAS by more than 5%: 64 x 128, float16, groups of 128 at M = 1."
+    assert behind in tables.TABLES["products of other formats"](document)
     assert tables.TABLES["products switched"](document) == "Not measured yet."
     assert tables.TABLES["products of a layer"](document) == "Not measured yet."
 

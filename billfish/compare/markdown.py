@@ -1,0 +1,26 @@
+"""What tables of the documentation are made of: rows, and where their figures are from."""
+
+from collections.abc import Iterable
+from typing import Any
+
+
+def table_row(cells: Iterable[str]) -> str:
+    # A bar would end a cell, and stars in a formula would be read as emphasis.
+    escaped = (
+        cell.replace("|", "\\|").replace(" * ", " \\* ").strip() if cell.strip("-:") else cell
+        for cell in cells
+    )
+    return f"| {' | '.join(escaped)} |"
+
+
+def source_of(document: dict[str, Any], name: str) -> str:
+    """Where figures come from: the file, device, date, commit and versions."""
+    record = document["records"].get(name)
+    if record is None:
+        return f"From `benchmarks/{name}.json`, which is not recorded yet."
+    versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items())
+    commit = (record["commit"] or "unknown")[:12]
+    return (
+        f"From `benchmarks/{name}.json`: {record['device']}, {record['date']}, commit {commit}; "
+        f"{versions}."
+    )

@@ -370,7 +370,7 @@ def matmul(
         domain=DOMAIN, kernel="matmul", dtype=dtype, size=f"{m} x {n} x {k}"
         + (f" {precision}" if precision != "ieee" else "") + (", epilogue" if follow else ""),
         draw=draw, run=run, reference=reference, read=(m * k + n * k + extra) * dtype.itemsize,
-        written=m * n * dtype.itemsize, flops=2 * m * n * k,
-        math="tf32" if precision == "tf32" else None, peers=peers, settings=settings,
+        written=m * n * dtype.itemsize, flops=2 * m * n * k * (3 if precision == "tf32x3" else 1),
+        math=None if precision == "ieee" else "tf32", peers=peers, settings=settings,
         tolerance=2e-3 if precision == "tf32" else None,
     )  # fmt: skip

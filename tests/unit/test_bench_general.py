@@ -81,8 +81,9 @@ def test_the_floor_is_the_slower_of_memory_and_arithmetic():
 
 
 def test_products_in_tf32_have_a_floor_of_their_own():
-    (case,) = [case for case in bench.all_cases(["matmul"]) if "tf32" in case.size]
-    assert case.math == "tf32"
+    one, three = (case for case in bench.all_cases(["matmul"]) if "tf32" in case.size)
+    assert one.math == three.math == "tf32"
+    assert three.flops == 3 * one.flops
 
 
 def test_inputs_are_cold_unless_that_takes_long():

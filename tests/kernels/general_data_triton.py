@@ -140,6 +140,21 @@ def test_segment_reduce(dtype, balanced):
         close(got, want)
 
 
+@triton.jit
+def _owner_kernel(offsets, out, segments, place, WIDTH: tl.constexpr):
+    tl.store(out, segment_reduce_gpu._owner(offsets, segments, place, WIDTH))
+
+
+@pytest.mark.parametrize(("segments", "width"), [(1, 4), (5, 4), (300, 4), (300, 128), (128, 128)])
+def test_the_segment_that_goes_on_at_a_place(segments, width):
+    lengths = torch.randint(0, 4, (segments,), generator=torch.Generator().manual_seed(segments))
+    offsets = torch.cat((torch.tensor([2]), 2 + lengths.cumsum(0)))
+    for place in {0, 1, 2, 3, 4, int(offsets[-1]) // 2, int(offsets[-1]) - 1, int(offsets[-1])}:
+        out = torch.zeros(1, dtype=torch.int64)
+        _owner_kernel[(1,)](offsets, out, segments, place, width)
+        assert out.item() == int((offsets[:-1] < place).sum()) - 1
+
+
 def test_segment_reduce_extremes_strides_and_bad_offsets():
     x = draw(800)[::2]
     bounds = torch.tensor([0, 5, 5, 300, 400])

@@ -111,8 +111,13 @@ def _read(words, there):
 def _peek(state, tile, there, DTYPE: tl.constexpr):
     """(status, value) of tiles; PREFIX and nothing of those that are not there."""
     if DTYPE.primitive_bitwidth == 64:
-        low = _read(state + 2 * tile, there)
-        high = _read(state + 2 * tile + 1, there)
+        if tile.shape[0] == 1:
+            low = _read(state + 2 * tile, there)
+            high = _read(state + 2 * tile + 1, there)
+        else:
+            # Both words at once, for each read is a memory latency.
+            words = state + 2 * tile[:, None] + tl.arange(0, 2)[None, :]
+            low, high = tl.split(_read(words, tl.broadcast_to(there[:, None], words.shape)))
         status = tl.where((low >> 32) == (high >> 32), low >> 32, 0).to(tl.int32)
         bits = (low & 0xFFFFFFFF) | (high << 32)
         return status, bits.to(DTYPE, bitcast=True)
@@ -122,14 +127,12 @@ def _peek(state, tile, there, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def look_back(
-    state, first, tile, nothing, OP: tl.constexpr, CHAIN: tl.constexpr, WIDE: tl.constexpr = 32
-):
+def look_back(state, first, tile, nothing, OP: tl.constexpr, CHAIN: tl.constexpr):
     """What tiles first..tile - 1 come to; `nothing` is the operator's identity, and says the type.
 
-    A window of WIDE states is read at once: a walk one by one would take a memory latency each.
+    A window of 32 states is read at once: a walk one by one would take a memory latency each.
     """
-    WINDOW: tl.constexpr = 1 if CHAIN else WIDE
+    WINDOW: tl.constexpr = 1 if CHAIN else 32
     lane = tl.arange(0, WINDOW)
     prefix = nothing
     nearest = tile - 1

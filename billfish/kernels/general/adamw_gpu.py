@@ -33,7 +33,7 @@ def _adamw_kernel(
 def adamw_step(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, lr: float,
     beta1: float, beta2: float, eps: float, weight_decay: float,
-    *, fused: bool = True, block: int = 2048,
+    *, fused: bool = True, block: int = 1024,
 ) -> None:  # fmt: skip
     n = param.numel()
     if not n:
@@ -49,5 +49,5 @@ def adamw_step(
         for first, second, last in all_in_one if fused else apart:
             _adamw_kernel[(triton.cdiv(n, block),)](
                 param, grad, exp_avg, exp_avg_sq, n, *numbers, FIRST=first, SECOND=second,
-                PARAM=last, BLOCK=block, num_warps=8 if block >= 2048 else 4,
+                PARAM=last, BLOCK=block, num_warps=4,
             )  # fmt: skip

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from billfish.kernels.general.cross_entropy import in_chunks
 from billfish.kernels.general.gpu import _on, _rows
-from billfish.kernels.general.softmax_gpu import log_sum
+from billfish.kernels.general.softmax_gpu import log_sum, sum_warps
 
 BLOCK = 4096
 
@@ -68,14 +68,15 @@ def cross_entropy(
         with _on(logits):
             _loss_kernel[(rows.shape[0],)](
                 rows, target.contiguous(), loss, total, rows.shape[1], rows.stride(0),
-                ignore_index, GRADIENT=False, ONLINE=online, BLOCK=block, num_warps=8,
+                ignore_index, GRADIENT=False, ONLINE=online, BLOCK=block,
+                num_warps=sum_warps(block, logits),
             )  # fmt: skip
     return loss, total
 
 
 def cross_entropy_backward(
     dloss: Tensor, logits: Tensor, total: Tensor, target: Tensor, ignore_index: int,
-    *, block: int = BLOCK,
+    *, block: int = 8192,
 ) -> Tensor:  # fmt: skip
     rows = _rows(logits)
     out = torch.empty(rows.shape, dtype=logits.dtype, device=logits.device)
@@ -83,7 +84,7 @@ def cross_entropy_backward(
         with _on(logits):
             _backward_kernel[(rows.shape[0],)](
                 dloss, rows, total, target.contiguous(), out, rows.shape[1], rows.stride(0),
-                dloss.stride(0), ignore_index, BLOCK=block, num_warps=8,
+                dloss.stride(0), ignore_index, BLOCK=block, num_warps=min(16, max(1, block // 512)),
             )  # fmt: skip
     return out
 
@@ -97,7 +98,8 @@ def linear_cross_entropy(
         with _on(x):
             _loss_kernel[(logits.shape[0],)](
                 logits, target.contiguous(), loss, loss, logits.shape[1], logits.stride(0),
-                ignore_index, GRADIENT=True, ONLINE=True, BLOCK=block, num_warps=8,
+                ignore_index, GRADIENT=True, ONLINE=True, BLOCK=block,
+                num_warps=sum_warps(block, logits),
             )  # fmt: skip
         return loss
 

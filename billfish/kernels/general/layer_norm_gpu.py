@@ -7,8 +7,9 @@ from torch import Tensor
 
 from billfish.kernels.general.gpu import _on, _rows
 
-PROGRAMS = 512
-"""Runs of rows, at most, each with a sum of the weights' gradient: the same on all GPUs."""
+PROGRAMS = 264
+"""Runs of rows, at most, each with a sum of the weights' gradient: the same on all GPUs, two for
+each multiprocessor of an H200."""
 
 
 @triton.jit
@@ -108,14 +109,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, eps: float, centre: bool, *, fused: bool = True,
-    most: int = PROGRAMS, warps: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, centre: bool, *, fused: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
     """dy, x: [rows, D]. centre: of layer norm; else of RMSNorm, and the bias's gradient is 0."""
     grads, values = _rows(dy), _rows(x)
     rows, size = x.shape
     dx = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    run = max(1, triton.cdiv(rows, most))
+    run = max(1, triton.cdiv(rows, PROGRAMS))
     programs = triton.cdiv(rows, run)
     dw = torch.empty(programs, size, dtype=torch.float32, device=x.device)
     db = torch.empty_like(dw) if centre else dw
@@ -129,7 +129,7 @@ def norm_backward(
                 _norm_backward_kernel[(programs,)](
                     grads, values, weight.contiguous(), dx, dw, db, rows, run, grads.stride(0),
                     values.stride(0), eps, CENTRE=centre, INPUT=of_x, WEIGHTS=of_weights,
-                    D=size, BLOCK=block, num_warps=warps or _warps(block),
+                    D=size, BLOCK=block, num_warps=_warps(block),
                 )  # fmt: skip
             _weights_kernel[(triton.cdiv(size, 32), 1 + centre)](
                 dw, db, total_w, total_b, programs, D=size, ROWS=64, WIDTH=32, num_warps=4

@@ -9,8 +9,11 @@ from billfish.kernels.general._arguments import accumulator, identity, result
 from billfish.kernels.general._triton import TYPES, combine, fold
 from billfish.kernels.general.gpu import _on
 
-PARTS = 512
+PARTS = 2112
 """Programs one result is shared by, at most: some for each multiprocessor, the same on all GPUs."""
+
+TILE = 4096
+"""Values a program reads at a time."""
 
 
 @triton.jit
@@ -83,10 +86,7 @@ def _finish_kernel(
     _finish(mine, place, parts, column < inner, EMPTY, DTYPE, OP, WIDTH, SPACE)
 
 
-def reduce(
-    x: Tensor, op: str, *, fused: bool = True, block: int | None = None, width: int | None = None,
-    programs: int = PARTS, warps: int | None = None,
-) -> Tensor:  # fmt: skip
+def reduce(x: Tensor, op: str, *, fused: bool = True, block: int | None = None) -> Tensor:
     """x: [outer, n, inner]. block: values of n read at a time."""
     outer, n, inner = x.shape
     dtype = result(x.dtype, op)
@@ -94,17 +94,17 @@ def reduce(
     out = torch.empty(outer, inner, dtype=dtype, device=x.device)
     if not out.numel() or not n:
         return out.fill_(empty)
-    width = min(width or 64, triton.next_power_of_2(inner))
-    block = block or max(64, min(8192, triton.next_power_of_2(n)) // width)
+    width = min(128, triton.next_power_of_2(inner))
+    block = block or max(32, min(TILE // width, triton.next_power_of_2(n)))
     blocks = triton.cdiv(inner, width)
     groups = outer * blocks
-    wanted = min(max(1, programs // groups), max(1, SPACE_LIMIT // width))
+    wanted = min(max(1, PARTS // groups), max(1, SPACE_LIMIT // width))
     part_size = triton.cdiv(triton.cdiv(n, block), wanted) * block
     parts = triton.cdiv(n, part_size)
     partial = torch.empty((groups, parts, width) if parts > 1 else 0, dtype=kind, device=x.device)
     count = torch.zeros(groups if parts > 1 else 0, dtype=torch.int32, device=x.device)
     space = triton.next_power_of_2(parts)
-    warps = warps or (4 if block * width < 4096 else 8)
+    warps = 8 if block >= TILE else 4
     with _on(x):
         _reduce_kernel[(groups, parts)](
             x, out, partial, count, n, inner, *x.stride(), part_size, parts, blocks,

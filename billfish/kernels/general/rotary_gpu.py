@@ -98,6 +98,6 @@ def _rotated(
                     one[1].shape[1], blocks[first], one[0].stride(0), one[0].stride(1),
                     one[1].stride(0), one[1].stride(1), cos_sin.stride(0), positions.stride(0),
                     INVERSE=inverse, D=size, HALF=half, SPACE=space, HEADS=heads, REST=rest,
-                    num_warps=min(8, max(1, heads * space // 256)),
+                    num_warps=max(1, heads * space // 1024),
                 )  # fmt: skip
     return outs[0], outs[1]

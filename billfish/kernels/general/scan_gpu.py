@@ -23,7 +23,7 @@ from billfish.kernels.general.gpu import _on
 def _scan_kernel(
     x, out, state, ticket, n, tiles, x_row, x_step, EMPTY: tl.constexpr, DTYPE: tl.constexpr,
     OP: tl.constexpr, EXCLUSIVE: tl.constexpr, ALONE: tl.constexpr, CHAIN: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Tile t is the (t % tiles)-th of row t // tiles. ALONE: each row is one tile."""
     tile = tl.program_id(0)
@@ -45,7 +45,7 @@ def _scan_kernel(
         if CHAIN:
             total = fold(value, 0, OP)
         if tile > first:
-            prefix = look_back(state, first, tile, nothing, OP, CHAIN, WINDOW)
+            prefix = look_back(state, first, tile, nothing, OP, CHAIN)
             publish(state, tile, combine(prefix, total, OP), PREFIX)
             scanned = combine(prefix, scanned, OP)
         else:
@@ -61,16 +61,19 @@ def _scan_kernel(
 
 
 def scan(
-    x: Tensor, exclusive: bool, op: str, deterministic: bool, *, block: int | None = None,
-    warps: int | None = None, window: int = 32,
-) -> Tensor:  # fmt: skip
+    x: Tensor, exclusive: bool, op: str, deterministic: bool, *, block: int | None = None
+) -> Tensor:
     """x: [rows, n]. deterministic: tiles finish one after another; always so what has one order."""
     rows, n = x.shape
     wide = accumulator(x.dtype, op)
     out = torch.empty(rows, n, dtype=result(x.dtype, op), device=x.device)
     if not x.numel():
         return out
-    block = block or min(4096, max(128, triton.next_power_of_2(n)))
+    # A row that registers hold is one tile. Others are tiles of 16 KiB, few threads each: many are
+    # under way at once, and a program's warps wait for each other at every look back.
+    whole = max(128, triton.next_power_of_2(n))
+    few = whole > 65536 // wide.itemsize
+    block = block or (16384 // wide.itemsize if few else whole)
     tiles = triton.cdiv(n, block)
     words = rows * tiles * (2 if wide.itemsize == 8 else 1)
     # The last word is the counter of tickets: one fill clears all.
@@ -80,6 +83,6 @@ def scan(
             x, out, state, state[-1:], n, tiles, x.stride(0), x.stride(1),
             EMPTY=identity(out.dtype, op), DTYPE=TYPES[wide], OP=op,
             EXCLUSIVE=exclusive, ALONE=tiles == 1, CHAIN=deterministic,
-            WINDOW=window, BLOCK=block, num_warps=warps or max(1, min(8, block // 512)),
+            BLOCK=block, num_warps=max(1, min(4 if few else 8, block // 512)),
         )  # fmt: skip
     return out

@@ -9,7 +9,7 @@ from billfish.kernels.general._arguments import accumulator, identity, result
 from billfish.kernels.general._triton import TYPES, combine, fold
 from billfish.kernels.general.gpu import _on
 
-PIECE = 8192
+PIECE = 32768
 
 
 @triton.jit
@@ -104,9 +104,8 @@ def _finish(
 
 
 def segment_reduce(
-    x: Tensor, offsets: Tensor, op: str, *, balanced: bool = True, piece_size: int = PIECE,
-    block: int | None = None, warps: int | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, offsets: Tensor, op: str, *, balanced: bool = True, piece_size: int = PIECE
+) -> Tensor:
     """x: [n]; offsets: [S + 1]. piece_size: values a program reduces, at most, where balanced."""
     n, segments = x.shape[0], offsets.shape[0] - 1
     dtype, kind = result(x.dtype, op), accumulator(x.dtype, op)
@@ -115,7 +114,7 @@ def segment_reduce(
         return out
     # A block about as long as segments are, of few warps: many programs are under way at once.
     usual = triton.next_power_of_2(max(1, n // segments))
-    block = block or max(64, min(2048, usual, triton.next_power_of_2(piece_size)))
+    block = max(64, min(1024, usual, triton.next_power_of_2(piece_size)))
     cuts = max(0, triton.cdiv(n, piece_size) - 1) if balanced else 0
     partial = torch.empty(segments + cuts if cuts else 0, dtype=kind, device=x.device)
     count = torch.zeros(segments if cuts else 0, dtype=torch.int32, device=x.device)
@@ -123,6 +122,6 @@ def segment_reduce(
         _segment_kernel[(segments + cuts,)](
             x, offsets.contiguous(), out, partial, count, n, x.stride(0), segments, piece_size,
             EMPTY=identity(dtype, op), DTYPE=TYPES[kind], OP=op, BALANCED=balanced, WIDTH=128,
-            BLOCK=block, num_warps=warps or max(1, min(4, block // 512)),
+            BLOCK=block, num_warps=max(1, block // 512),
         )  # fmt: skip
     return out

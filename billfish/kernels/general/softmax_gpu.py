@@ -98,25 +98,20 @@ def _softmax_backward_kernel(
             tl.store(dx + d, (value * (grad - dot)).to(dx.dtype.element_ty), mask=d < n)
 
 
-def _plan(n: int, resident: bool, block: int | None) -> tuple[bool, int, int]:
-    """(whether a row stays in registers, block, warps)."""
-    resident = resident and n <= RESIDENT
-    block = block or (triton.next_power_of_2(n) if resident else 4096)
-    return resident, block, min(16, max(1, block // 512))
-
-
-def softmax(
-    x: Tensor, *, resident: bool = True, block: int | None = None, warps: int | None = None
-) -> Tensor:
+def softmax(x: Tensor, *, resident: bool = True, block: int | None = None) -> Tensor:
     """x: [rows, n]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        rows = _rows(x)
-        resident, block, usual = _plan(x.shape[1], resident, block)
+        rows, n = _rows(x), x.shape[1]
+        resident = resident and n <= RESIDENT
+        # A long row takes all threads of a multiprocessor: so few are under way that the L2 cache
+        # holds them until they are read again. Unaligned ones would not find enough registers.
+        most = (65536 if n % 16 == 0 else 32768) // x.dtype.itemsize
+        block = block or min(RESIDENT if resident else most, triton.next_power_of_2(n))
         with _on(x):
             _softmax_kernel[(rows.shape[0],)](
-                rows, out, x.shape[1], rows.stride(0), RESIDENT=resident, BLOCK=block,
-                num_warps=warps or usual,
+                rows, out, n, rows.stride(0), RESIDENT=resident, BLOCK=block,
+                num_warps=_warps(block) if resident else sum_warps(block, x),
             )  # fmt: skip
     return out
 
@@ -127,11 +122,22 @@ def softmax_backward(
     """dy, y: [rows, n]."""
     out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     if y.numel():
-        grads, rows = _rows(dy), _rows(y)
-        resident, block, warps = _plan(y.shape[1], resident, block)
+        grads, rows, n = _rows(dy), _rows(y), y.shape[1]
+        resident = resident and n <= RESIDENT
+        block = block or (triton.next_power_of_2(n) if resident else 4096)
         with _on(y):
             _softmax_backward_kernel[(rows.shape[0],)](
-                grads, rows, out, y.shape[1], grads.stride(0), rows.stride(0), RESIDENT=resident,
-                BLOCK=block, num_warps=warps,
+                grads, rows, out, n, grads.stride(0), rows.stride(0), RESIDENT=resident,
+                BLOCK=block, num_warps=_warps(block),
             )  # fmt: skip
     return out
+
+
+def _warps(block: int) -> int:
+    return min(16, max(1, block // 512))
+
+
+def sum_warps(block: int, x: Tensor) -> int:
+    """Warps for `log_sum`: each thread has 4 times 16 bytes of a block. With more, the 4 would be
+    on several threads, which would wait for each other in every turn."""
+    return max(1, block * x.dtype.itemsize // 2048)

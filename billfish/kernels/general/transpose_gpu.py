@@ -27,25 +27,22 @@ def _transpose_kernel(
     tl.store(out + batch * m * n + column * m + row, value, mask=inside)
 
 
-def transpose_copy(
-    x: Tensor, *, tiled: bool = True, tile: tuple[int, int] | None = None, warps: int | None = None
-) -> Tensor:
+def transpose_copy(x: Tensor, *, tiled: bool = True) -> Tensor:
     """x: [batch, m, n]."""
     batch, m, n = x.shape
     out = torch.empty(batch, n, m, dtype=x.dtype, device=x.device)
     if not x.numel():
         return out
     bits = _BITS[x.dtype.itemsize]
-    # 128 bytes a side: whole lines of memory both ways.
-    side = 128 // x.dtype.itemsize if x.dtype.itemsize > 1 else 64
-    rows, columns = (max(32, side), max(32, side)) if tiled else (1, 1024)
-    rows, columns = tile or (rows, columns)
+    # 256 bytes a side: whole lines of memory both ways, two at a time.
+    side = 256 // x.dtype.itemsize if x.dtype.itemsize > 1 else 64
+    rows, columns = (side, side) if tiled else (1, 1024)
     across = triton.cdiv(n, columns)
     with _on(x):
         for first in range(0, batch, 65535):  # the most programs a grid has in its second dimension
             part, into = x[first : first + 65535], out[first : first + 65535]
             _transpose_kernel[(across * triton.cdiv(m, rows), part.shape[0])](
                 part.view(bits), into.view(bits), m, n, across, *x.stride(),
-                ROWS=rows, COLUMNS=columns, num_warps=warps or (8 if rows * columns >= 4096 else 4),
+                ROWS=rows, COLUMNS=columns, num_warps=side // 8 if tiled else 4,
             )  # fmt: skip
     return out

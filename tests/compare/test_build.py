@@ -11,7 +11,7 @@ from billfish.compare import build, charts_data, links
 from billfish.compare.catalogue import FAMILIES as CATALOGUE
 from billfish.compare.records import Record
 from billfish.errors import RecordError
-from tests.compare.conftest import FAMILIES, general_records
+from tests.compare.conftest import FAMILIES, HEAD, general_records
 
 ROOT = Path(billfish.__file__).parents[1]
 
@@ -162,6 +162,32 @@ def test_general_kernels_by_domain(recorded):
     (line,) = document["charts"]["general"]
     assert (line["peer"], line["ratio"], line["percent"]) == ("torch", 1.3, 80.0)
     assert document["charts"]["tutorial"][0]["us"] == 9.5
+
+
+def test_percents_of_general_kernels_are_of_their_own_floor(recorded):
+    """A product in float32 is beside the rate of float32, which its row has, not of 16 bits."""
+    made = general_records()
+    made["general"].rows[0] |= {"flops": 10**9, "floor_us": 2.0}
+    document = build.comparison({**recorded, **made}, ("general",), gpu=None)
+    (point,) = document["charts"]["kernels"]
+    assert (point["kernel"], point["percent"], point["intensity"]) == ("transpose", 80.0, 1953125)
+    counts = document["charts"]["domains"]["data"]
+    assert [counts[key] for key in ("cases", "with_peer", "even", "near")] == [1, 1, 1, 0]
+
+
+def test_shares_of_a_decode_step():
+    row = {"model": "m", "weights": "int4", "context": 512, "batch": 4}
+    parts = {"head": 10, "attention": 30, "qkv": 20, "norm": 5, "down": 40, "gaps": -5, "step": 100}
+    rows = [{**row, "part": part, "us": us} for part, us in parts.items()]
+    rows += [{**row, "context": 8192, "part": "step", "us": 900}]
+    made = {"step": Record("step", "recorded", HEAD, rows)}
+    step = build.comparison(made, FAMILIES, gpu=None)["charts"]["step"]
+    (batch,) = step["batches"]
+    assert (step["context"], batch["batch"], batch["us"]) == (512, 4, 100)
+    assert batch["shares"] == {"marlin": 60, "paged_attention": 30, "general": 5, "other": 10}
+    order = [(part["part"], part["family"]) for part in batch["parts"]]
+    assert order == [("qkv", "marlin"), ("down", "marlin"), ("attention", "paged_attention"),
+                     ("norm", "general"), ("head", "other")]  # fmt: skip
 
 
 def test_what_is_measured_here_is_not_mixed_with_records(recorded):

@@ -76,6 +76,14 @@ def test_scan(dtype, n):
         assert torch.equal(scan_gpu.scan(x, False, "max", False), x.cummax(1).values)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "n"), [(torch.float32, 16_384), (torch.bfloat16, 16_379), (torch.int64, 8192)]
+)
+def test_scan_of_rows_that_registers_hold(dtype, n):
+    x = draw(5, n, dtype=dtype)
+    close(scan_gpu.scan(x, False, "sum", False), exact(x).cumsum(1), n**0.5)
+
+
 @pytest.mark.sanitize
 def test_scan_of_a_few_tiles():
     x = draw(2, 300, dtype=torch.int32)

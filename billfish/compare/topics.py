@@ -92,7 +92,7 @@ KNOWN: dict[tuple[str, str], _Known] = {
     ("softmax", "row in registers"): _Known(
         "cached",
         "A row stays in registers between its sum and its result. Without: it is read twice.",
-        ("softmax_gpu:_softmax_kernel|if RESIDENT", "softmax_gpu:_plan"),
+        ("softmax_gpu:_softmax_kernel|if RESIDENT", "softmax_gpu:softmax"),
     ),
     ("add_rms_norm", "residual added in the norm"): _Known(
         "fused",

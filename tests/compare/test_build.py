@@ -10,6 +10,7 @@ import billfish
 from billfish.compare import build, charts_data, links
 from billfish.compare.catalogue import FAMILIES as CATALOGUE
 from billfish.compare.records import Record
+from billfish.compare.topics import GENERAL, KNOWN, benchmarked
 from billfish.errors import RecordError
 from tests.compare.conftest import FAMILIES, HEAD, general_records
 
@@ -61,6 +62,15 @@ def test_symbols_of_the_catalogue(family):
                     f"def {wanted}" in line or f"class {wanted}" in line for line in first[:3]
                 )
     assert (ROOT / family.page).exists() or not (ROOT / "docs").exists()
+
+
+def test_every_technique_that_the_benchmark_switches_is_known():
+    """Of one that is not, a report could tell its kernel's name and nothing of what it does."""
+    found = {(topic.kernel.partition(" ")[0], topic.technique): topic for topic in benchmarked()}
+    assert set(found) == set(KNOWN)
+    for key, topic in found.items():
+        assert topic.code == tuple(f"{GENERAL}.{symbol}" for symbol in KNOWN[key].code), key
+        assert topic.what
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Triton asks its driver for a target before it compiles; `FakeDriver` answers, so
 assembler come with the triton package.
 """
 
+import ast
 import io
 import re
 import subprocess
@@ -20,6 +21,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import code_generator
 from triton.runtime import driver
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -62,6 +64,44 @@ _reports: dict[str, str] = {}
 
 
 @contextmanager
+def loops_watched() -> Iterator[None]:
+    """Within the block, a loop that would lose a variable does not compile.
+
+    Triton walks through a loop's body once, and carries a variable from turn to turn if its value
+    is another then. One that takes over what another began with, and itself began as the same
+    value, looks unchanged: all turns would see the first one's.
+    """
+    generator = code_generator.CodeGenerator
+    find, verify = generator._find_carries, generator._verify_loop_carried_variable
+    walks: list[dict[str, Any]] = []
+
+    def handles(value: Any) -> list[Any]:
+        return code_generator.flatten_values_to_ir([value])
+
+    def noted(self: Any, name: str, after: Any, before: Any) -> None:
+        walks[-1][name] = after
+        verify(self, name, after, before)
+
+    def watched(self: Any, node: Any, liveins: dict[str, Any], *rest: Any, **more: Any) -> Any:
+        walks.append({})
+        found = find(self, node, liveins, *rest, **more)
+        walked, carried = walks.pop(), found[0]
+        begun = [handle for name in carried for handle in handles(liveins[name])]
+        names = (n for n in ast.walk(node) if isinstance(n, ast.Name))
+        set_here = {n.id for n in names if isinstance(n.ctx, ast.Store)}
+        for name in set_here & walked.keys() - set(carried):
+            if any(handle in begun for handle in handles(walked[name])):
+                raise AssertionError(f"the loop at line {node.lineno} would lose {name}")
+        return found
+
+    generator._find_carries, generator._verify_loop_carried_variable = watched, noted
+    try:
+        yield
+    finally:
+        generator._find_carries, generator._verify_loop_carried_variable = find, verify
+
+
+@contextmanager
 def fake_device(capability: int = 90) -> Iterator[None]:
     """Within the block, Triton compiles for compute capability `capability` (90: sm_90a)."""
     before = driver._active
@@ -76,7 +116,8 @@ def fake_device(capability: int = 90) -> Iterator[None]:
 
     CUDABackend.make_cubin, knobs.nvidia.dump_ptxas_log = noted, True
     try:
-        yield
+        with loops_watched():
+            yield
     finally:
         CUDABackend.make_cubin, knobs.nvidia.dump_ptxas_log = assemble, silent
         driver._active = before

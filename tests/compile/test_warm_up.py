@@ -25,7 +25,7 @@ from billfish.models.random_weights import SHAPES
 from billfish.worker import device_runner, step_inputs, warm_up
 from billfish.worker.device_runner import DeviceRunner
 from billfish.worker.step_graphs import ladder, mixed_ladder
-from tests.compile.offline import fake_device
+from tests.compile.offline import FakeDriver, fake_device
 
 if knobs.runtime.interpret:
     pytest.skip("compiles, so not with TRITON_INTERPRET=1", allow_module_level=True)
@@ -114,6 +114,8 @@ def launched(monkeypatch):
         sample_gpu: {"overlaps": lambda device: True},
         step_inputs: {"make": step_inputs_gpu.make},
         device_runner: {"_on_cpu": lambda metadata, block_size: metadata},
+        # Of a device of its own: what tests have compiled for others would be launched.
+        FakeDriver: {"get_current_device": lambda driver: 1000 + driver.target.arch},
         torch._C: {"_cuda_getDevice": lambda: -1, "_cuda_getCurrentRawStream": lambda index: 0},
         torch.cuda: {
             "device": lambda index: torch.inference_mode(),

@@ -6,6 +6,7 @@ of the floor is the floor's time over the measured one.
 """
 
 import datetime
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -73,6 +74,7 @@ def _source(record: Record) -> Json:
         "file": f"benchmarks/{record.name}.json" if record.origin == RECORDED else None,
         **{key: head.get(key) for key in ("device", "date", "commit", "versions", "command")},
         "rows": len(record.rows),
+        "earlier": dict(Counter(row["commit"] for row in record.rows if row.get("commit"))),
     }
 
 

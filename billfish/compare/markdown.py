@@ -19,8 +19,14 @@ def source_of(document: dict[str, Any], name: str) -> str:
     if record is None:
         return f"From `benchmarks/{name}.json`, which is not recorded yet."
     versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items())
-    commit = (record["commit"] or "unknown")[:12]
     return (
-        f"From `benchmarks/{name}.json`: {record['device']}, {record['date']}, commit {commit}; "
-        f"{versions}."
+        f"From `benchmarks/{name}.json`: {record['device']}, {record['date']}, "
+        f"commit {commits_of(record)}; {versions}."
     )
+
+
+def commits_of(record: dict[str, Any]) -> str:
+    """The commit that was measured; rows kept from before it name their own."""
+    commit = (record["commit"] or "unknown")[:12]
+    earlier = [f"{rows} rows of {one[:12]}" for one, rows in record.get("earlier", {}).items()]
+    return f"{commit} ({', '.join(earlier)})" if earlier else commit

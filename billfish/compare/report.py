@@ -18,6 +18,7 @@ import billfish
 from billfish.compare import charts, strips
 from billfish.compare.catalogue import ROWS
 from billfish.compare.figures import number, traced
+from billfish.compare.markdown import commits_of
 from billfish.compare.parts import (
     NOT_YET,
     Href,
@@ -258,7 +259,7 @@ def _records(records: Json) -> str:
     rows = "".join(
         f'<tr><th scope="row"><code>{name}</code></th><td>{origin_tag(r["origin"])}</td>'
         f"<td>{escape(r['device'])}</td><td>{escape(r['date'])}</td>"
-        f"<td><code>{escape((r['commit'] or 'unknown')[:12])}</code></td>"
+        f"<td><code>{escape(commits_of(r))}</code></td>"
         f"<td>{escape(', '.join(f'{k} {v}' for k, v in r['versions'].items()))}</td>"
         f"<td><code>{escape(r['command'])}</code></td></tr>"
         for name, r in records.items()

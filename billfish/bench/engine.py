@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,9 +166,7 @@ def run(
     began = time.perf_counter()
     measures = options.measure.split(",")
     rows: list[dict[str, Any]] = []
-    # Before this process takes the memory.
-    starts = start_seconds(options) if "start" in measures else []
-    served = serve(options)
+    num_blocks = options.num_blocks
 
     def row(
         measure: str, batch: int, prompt: int, output: int, values: list[float], **more: Any
@@ -180,19 +178,22 @@ def run(
             "kv_dtype": options.dtype,
             "impl": "billfish", "measure": measure, "batch": batch, "prompt": prompt,
             "output": output, "reserve_tokens": options.reserve_tokens,
-            "num_blocks": served.started.num_blocks, "value": round(value, 3),
+            "num_blocks": num_blocks, "value": round(value, 3),
             "spread": round(spread, 3), **more,
         })  # fmt: skip
         print(f"{measure:14} batch {batch:4} prompt {prompt:5} {value:12.3f}  "
               f"spread {spread:.3f}", flush=True)  # fmt: skip
         save(rows)
 
+    if "start" in measures:  # before this process takes the memory
+        for kind, (seconds, phases) in zip(("cold", "warm"), start_seconds(options), strict=True):
+            row("start_s", 1, 64, 1, [seconds], compiled=kind, phases=phases)
+    served = serve(options)
+    num_blocks = served.started.num_blocks
     prefill(served, 1, 64)
     if measures == ["none"]:
         inside = time.perf_counter() - began
         print(READY + json.dumps({**served.started.seconds, "all but imports": inside}), flush=True)
-    for kind, (seconds, phases) in zip(("cold", "warm"), starts, strict=False):
-        row("start_s", 1, 64, 1, [seconds], compiled=kind, phases=phases)
     longest = served.started.max_model_len
     if "decode" in measures:
         for batch, prompt in DECODE:
@@ -261,7 +262,9 @@ def draw_lengths(count: int = 1000) -> list[tuple[int, int]]:
     ]  # fmt: skip
 
 
-def start_seconds(options: argparse.Namespace) -> list[tuple[float, dict[str, float]]]:
+def start_seconds(
+    options: argparse.Namespace,
+) -> Iterator[tuple[float, dict[str, float]]]:
     """From the start of a process to its first token: with nothing compiled yet, then with all.
 
     Each with the seconds of its phases, of which "imports" is all before this module runs.
@@ -272,7 +275,8 @@ def start_seconds(options: argparse.Namespace) -> list[tuple[float, dict[str, fl
         if (value := getattr(options, name)) is not None:
             command += [f"--{name.replace('_', '-')}", str(value)]
     with tempfile.TemporaryDirectory() as cache:
-        return [_start_once(command, {**os.environ, "TRITON_CACHE_DIR": cache}) for _ in range(2)]
+        for _ in range(2):
+            yield _start_once(command, {**os.environ, "TRITON_CACHE_DIR": cache})
 
 
 def _start_once(command: list[str], environment: dict[str, str]) -> tuple[float, dict[str, float]]:

@@ -7,7 +7,7 @@ from here; on a release outside `SUPPORTED` the portable Triton kernels run inst
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from threading import Lock
+from threading import Lock, local
 from typing import Any, dataclass_transform
 
 import triton
@@ -80,30 +80,53 @@ if gluon_supported():
         caches what it compiles by that. A load of another form than expected stays as it is.
         """
 
-        def hook(*arguments: Any) -> Any:
-            if not arguments:  # Triton 3.7 asks for what the hook adds to the key of its cache
-                return repr(policies), repr(policies)
+        _watch(1)
+        outer, _hinted.wanted = _wanted(), (kernel, policies)
+        try:
+            yield
+        finally:
+            _hinted.wanted = outer
+            _watch(-1)
+
+    # Triton has one hook for all threads, which may compile at the same time: it looks up what the
+    # thread that calls it wants.
+    _hinted = local()
+    _hooking = Lock()
+    _hook: dict[str, Any] = {"users": 0, "before": None}
+
+    def _wanted() -> tuple[str, Mapping[int, str]] | None:
+        found: tuple[str, Mapping[int, str]] | None = getattr(_hinted, "wanted", None)
+        return found
+
+    def _watch(users: int) -> None:
+        """Set the hook for the first of its users, and take it away after the last."""
+        with _hooking:
+            if not _hook["users"]:
+                _hook["before"] = _knobs.runtime.add_stages_inspection_hook
+                _knobs.runtime.add_stages_inspection_hook = _inspect
+            _hook["users"] += users
+            if not _hook["users"]:
+                _knobs.runtime.add_stages_inspection_hook = _hook["before"]
+
+    def _inspect(*arguments: Any) -> Any:
+        wanted, before = _wanted(), _hook["before"]
+        if not arguments:  # Triton 3.7 asks for what the hook adds to the key of its cache
+            if wanted is None:
+                return ("", "") if before is None else before()
+            return repr(wanted[1]), repr(wanted[1])
+        if wanted is not None:
+            kernel, policies = wanted
             stages = arguments[1]
             make = stages["ptx"]
             stages["ptx"] = lambda *given: _with_hints(make(*given), kernel, policies)
-            return before(*arguments) if before is not None else None
-
-        with _hooking:
-            before = _knobs.runtime.add_stages_inspection_hook
-            _knobs.runtime.add_stages_inspection_hook = hook
-            try:
-                yield
-            finally:
-                _knobs.runtime.add_stages_inspection_hook = before
-
-    _hooking = Lock()  # Triton has one hook for all threads
+        return before(*arguments) if before is not None else None
 
     _TMA_LOAD = re.compile(
         r"(@!?%p\d+ )?(cp\.async\.bulk\.tensor\.(\d)d\.[^ ;]*complete_tx::bytes)( [^;]*\]);"
     )
 
     def _with_hints(ptx: str, kernel: str, policies: Mapping[int, str]) -> str:
-        if f".entry {kernel}(" not in ptx:  # of another thread
+        if f".entry {kernel}(" not in ptx:  # of another kernel
             return ptx
 
         def hinted(load: re.Match[str]) -> str:

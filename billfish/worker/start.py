@@ -17,7 +17,6 @@ from billfish.worker.device_runner import DeviceRunner
 from billfish.worker.grammar import GrammarCompiler
 from billfish.worker.memory_plan import MemoryPlan
 from billfish.worker.model_runner import ModelRunner
-from billfish.worker.warm_up import first_launches
 
 logger = logging.getLogger(__name__)
 
@@ -137,28 +136,25 @@ def _start_on_gpu(setting: Setting, load: Load) -> Started:
     tables = torch.cuda.memory_allocated(device) - before - weights
     runner.compile(setting.scheduler.budget)
     seconds.add("compilation")
-    with first_launches() as late:
-        peak = runner.measure_peak(setting.scheduler.budget)
-        graphs = plan.graphs if setting.graphs else 0
-        plan = replace(plan, weights=weights, activations=tables + peak, graphs=graphs)
-        plan = replace(_fitted(plan, cache), measured=True)
-        torch.cuda.empty_cache()  # what the largest step took in pieces is needed in one
-        runner.kv_cache = kv_cache.allocate_on_gpu(
-            config, cache, plan.num_blocks, setting.dtype, device
+    peak = runner.measure_peak(setting.scheduler.budget)
+    graphs = plan.graphs if setting.graphs else 0
+    plan = replace(plan, weights=weights, activations=tables + peak, graphs=graphs)
+    plan = replace(_fitted(plan, cache), measured=True)
+    torch.cuda.empty_cache()  # what the largest step took in pieces is needed in one
+    runner.kv_cache = kv_cache.allocate_on_gpu(
+        config, cache, plan.num_blocks, setting.dtype, device
+    )
+    if cache.swap_blocks:
+        runner.host_cache = kv_cache.allocate_pinned(
+            config, cache, cache.swap_blocks, setting.dtype
         )
-        if cache.swap_blocks:
-            runner.host_cache = kv_cache.allocate_pinned(
-                config, cache, cache.swap_blocks, setting.dtype
-            )
-        seconds.add("memory")
-        free = torch.cuda.mem_get_info(device)[0]
-        runner.capture()
+    seconds.add("memory")
+    free = torch.cuda.mem_get_info(device)[0]
+    runner.capture()
     plan = replace(plan, graphs=max(0, free - torch.cuda.mem_get_info(device)[0]))
     seconds.add("graphs")
     logger.info("%s", plan)
     logger.info("started in %s", seconds)
-    if late:
-        logger.info("not compiled ahead: %s", ", ".join(late))
     # A sequence is no longer than the cache, as on a CPU.
     max_model_len = longest(setting, plan.num_blocks)
     return Started(runner, plan.num_blocks, max_model_len, plan, seconds.phases)

@@ -6,9 +6,8 @@ code in Triton's cache.)
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -46,26 +45,6 @@ def compile_all(jobs: Sequence[Callable[[], object]], device: torch.device) -> N
         for done in [pool.submit(run, job) for job in jobs]:
             if (error := done.exception()) is not None:
                 logger.warning("a kernel was not compiled ahead: %s", error)
-
-
-@contextmanager
-def first_launches() -> Iterator[list[str]]:
-    """Collects the names of kernels that Triton compiles, or loads, within the block."""
-    from triton import knobs
-
-    names: list[str] = []
-    before = knobs.runtime.jit_post_compile_hook
-
-    def note(**told: Any) -> None:
-        names.append(told["fn"].name)
-        if before is not None:
-            before(**told)
-
-    knobs.runtime.jit_post_compile_hook = note
-    try:
-        yield names
-    finally:
-        knobs.runtime.jit_post_compile_hook = before
 
 
 def products(model: CausalLM, sizes: Sequence[int], max_tokens: int) -> list[Callable[[], object]]:

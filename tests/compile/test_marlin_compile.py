@@ -2,6 +2,8 @@
 
 import itertools
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -86,6 +88,28 @@ def compile_hopper(
         kernel = w4a16_hopper.warmup(*arguments, **plan.constants, **plan.options, grid=(1,))
     assert parameter_bytes(kernel.asm["ptx"]) == [*hopper_launch.FIELDS, 8, 8]
     return machine_code(kernel), kernel.metadata.shared
+
+
+def test_threads_compile_with_policies_of_their_own_at_the_same_time():
+    """Triton has one hook for all threads, and a start compiles many products at once."""
+    together = threading.Barrier(2, timeout=60)
+    load = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [a], [b];"
+    before = triton.knobs.runtime.add_stages_inspection_hook
+
+    def compiled(kernel: str, policies: dict[int, str]) -> str:
+        stages = {"ptx": lambda: f".entry {kernel}(\n{load}"}
+        with tma_cache_hints(kernel, policies):
+            together.wait()  # both are within, or this fails
+            triton.knobs.runtime.add_stages_inspection_hook(None, stages)
+            together.wait()
+        return stages["ptx"]()
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(compiled, "a", {2: "evict_first"})
+        second = pool.submit(compiled, "b", {2: "evict_last"})
+        assert "L2::evict_first" in first.result()
+        assert "L2::evict_last" in second.result()
+    assert triton.knobs.runtime.add_stages_inspection_hook is before
 
 
 def test_heuristic_is_one_of_few():

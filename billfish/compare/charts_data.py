@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from billfish.compare import engine_tables
+from billfish.compare.catalogue import DOMAINS
 from billfish.compare.records import Record, Records, Row
 
 Json = dict[str, Any]
@@ -261,6 +262,8 @@ def general(record: Record | None) -> list[Json]:
                 "ratio": round(peers[best] / ours["us"], 2) if best else None,
             }
         )
+    # Rows that were measured later stand at the end of a record, whatever their domain.
+    lines.sort(key=lambda line: list(DOMAINS).index(line["domain"]))
     return lines
 
 

@@ -144,8 +144,8 @@ def _general(records: Records, techniques: Sequence[Json]) -> dict[str, list[Jso
             _claim("general", "of its floor, the median case", _median(percents), "%"),
             _claim(
                 "ablation_general",
-                "what one technique is worth, at most",
-                max(worth, default=None),
+                "what a technique is worth, the median case",
+                _median(worth),
                 "x",
             ),
         ],
@@ -165,7 +165,7 @@ def _general(records: Records, techniques: Sequence[Json]) -> dict[str, list[Jso
 
 
 def _median(values: Sequence[float]) -> float | None:
-    return round(median(values), 1) if values else None
+    return round(median(values), 2) if values else None
 
 
 def _rows(record: Record | None) -> list[Json]:

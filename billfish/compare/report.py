@@ -152,8 +152,8 @@ def _step(chart: Json | None) -> str:
             f"{escape(chart['model'])} with {escape(chart['weights'])} weights, "
             f"{number(chart['context'])} tokens of context each. Alone, a request waits for "
             "weights: Marlin's part. With many, for keys and values: PagedAttention's. General "
-            "kernels are the rest of a layer; other is the head, a product by cuBLAS, and the "
-            "inputs.",
+            "kernels are the rest of a layer; other is the head, a product by cuBLAS, the "
+            "inputs, and time between kernels.",
             chart["origin"],
         )
         + "</section>"

@@ -103,7 +103,7 @@ def heat_equation(shape: tuple[int, int, int], steps: int, dtype: torch.dtype) -
 
     moved = torch.Size(shape).numel() * dtype.itemsize
     fused = {"steps fused": {"off": switched(fused=1)} | {
-        str(count): switched(fused=count) for count in (2, 4)
+        str(count): switched(fused=count) for count in (3, 4)
     }}  # fmt: skip
     return Case(
         domain=DOMAIN, kernel="heat_equation", dtype=dtype,

@@ -17,7 +17,7 @@ from billfish.kernels.general._arguments import accumulator
 from billfish.kernels.general._triton import TYPES
 from billfish.kernels.general.gpu import _on
 
-FUSED = 3
+FUSED = 2
 """Steps a launch takes: each further one makes the rims wider, and holds two planes more. Of a grid
 with few planes it is one, for a march takes time, and memory, to begin."""
 

@@ -35,7 +35,9 @@ def family_section(name: str, family: Json, doc: Json, href: Href) -> str:
         shown += figure(
             "By domain, and by kind of technique",
             general_section.matrix(techniques),
-            "Time without it over the time with it: the most of all cases, and the kernel.",
+            "Time without it over the time with it: the most of all cases, and the kernel. The "
+            "largest are of data made for the purpose: segments of very different lengths, values "
+            "that fall into few bins.",
         )
     if measured:
         shown += figure(

@@ -43,7 +43,9 @@ class Header:
         self.size = max_num_seqs
         # The widest first, so that all are aligned.
         self._words = {"numbers": 8 * max_num_seqs, "integers": 4 * max_num_seqs}
-        self._words |= {name: max_num_seqs + (name == "query_start") for name in _FIELDS}
+        counts = {name: max_num_seqs + (name == "query_start") for name in _FIELDS}
+        # Each begins on 16 bytes: kernels are compiled for that.
+        self._words |= {name: -(-count // 4) * 4 for name, count in counts.items()}
         total = sum(self._words.values())
         self._device = torch.zeros(total, dtype=torch.int32, device=device)
         self._host = [pinned((total,), torch.int32, device) for _ in range(self.COPIES)]
@@ -54,6 +56,7 @@ class Header:
         parts = dict(zip(self._words, self._device.split(list(self._words.values())), strict=True))
         self.numbers = parts.pop("numbers").view(torch.float64).view(-1, 4)
         self.integers = parts.pop("integers").view(torch.int64).view(-1, 2)
+        parts = {name: part[: counts[name]] for name, part in parts.items()}
         self.rows, self.seq_lens, self.found = (parts[name] for name in _FIELDS[:3])
         self.new_blocks, self.query_start, self.sample_index = (parts[n] for n in _FIELDS[3:6])
         self.sample_rows, self.sample_positions = (parts[name] for name in _FIELDS[6:])

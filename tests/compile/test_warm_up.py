@@ -187,6 +187,13 @@ def test_all_that_steps_launch_is_compiled_ahead(name: str, launched, monkeypatc
         runner._mixed(size)
     for total, count in ((2049, 1), (3001, 7), (4096, 2), (5000, 256), (6000, 8), (8192, 1)):
         run_large_step(runner, total, count)
+    header = runner.batch.header
+    for count, greedy in ((1, True), (SEATS, False)):
+        logits = torch.zeros(count, runner.vocab_size, dtype=DTYPE)
+        sample_gpu.sample(
+            logits, header.sample_rows[:count], header.sample_positions[:count], header.numbers,
+            header.integers, runner.batch.token_table, runner._tokens[:count], greedy=greedy,
+        )  # fmt: skip
     late = list(launched)[len(ahead) :]
     assert [kernel for kernel, _ in late] == []
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from billfish.compare import charts_data, claims, pictures
+from billfish.compare import charts_data, claims, engine_tables, pictures, roof_data
 from billfish.compare.catalogue import DOMAINS, FAMILIES, KINDS, Family, Rows, Technique
 from billfish.compare.links import resolve_all
 from billfish.compare.records import Record, Records, Row
@@ -52,8 +52,38 @@ def comparison(
         },
         "records": {name: _source(record) for name, record in records.items()},
         "families": families,
-        "charts": charts_data.charts(records, names),
+        "charts": _charts(records, names),
         "pictures": shown,
+    }
+
+
+def _charts(records: Records, names: Iterable[str]) -> Json:
+    """By chart; None or empty where nothing of it is recorded."""
+    names = set(names)
+    return {
+        "speedup": charts_data.speedup(records.get("gemm")) if "marlin" in names else None,
+        "products": charts_data.products(records) if "marlin" in names else [],
+        "layer": charts_data.layer(records.get("gemm_chain")) if "marlin" in names else [],
+        "host": charts_data.host(records) if "marlin" in names else [],
+        "decode": charts_data.decode(records.get("attention"))
+        if "paged_attention" in names
+        else None,
+        "movement": charts_data.movement(records.get("attention_movement"))
+        if "paged_attention" in names
+        else [],
+        "cache": charts_data.cache(records.get("engine_cache"))
+        if "paged_attention" in names
+        else None,
+        "step": charts_data.step(records.get("step")),
+        "serving": charts_data.serving(records),
+        "engine": engine_tables.summary(records),
+        "engine_step": engine_tables.step_rows(records),
+        "general": charts_data.general(records.get("general")) if "general" in names else [],
+        "domains": charts_data.domains(records.get("general")) if "general" in names else {},
+        "wrong": charts_data.wrong(records.get("general")) if "general" in names else [],
+        "tutorial": charts_data.tutorial(records.get("tutorial")) if "general" in names else [],
+        "kernels": roof_data.kernels(records, names),
+        "ceilings": roof_data.ceilings(records),
     }
 
 

@@ -1,9 +1,8 @@
 """What the charts of a comparison show, from the rows of the records."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from billfish.compare import engine_tables
 from billfish.compare.catalogue import DOMAINS
 from billfish.compare.records import Record, Records, Row
 
@@ -24,32 +23,6 @@ def bytes_moved(row: Row) -> int | None:
     """Of a row of block movement: bytes read and written; None for a swap."""
     size = MOVED.get(row.get("mode", ""))
     return size(row["batch"]) if size else None
-
-
-def charts(records: Records, names: Iterable[str]) -> Json:
-    """By chart; None or empty where nothing of it is recorded."""
-    names = set(names)
-    return {
-        "speedup": speedup(records.get("gemm")) if "marlin" in names else None,
-        "products": products(records) if "marlin" in names else [],
-        "layer": layer(records.get("gemm_chain")) if "marlin" in names else [],
-        "host": host(records) if "marlin" in names else [],
-        "decode": decode(records.get("attention")) if "paged_attention" in names else None,
-        "movement": movement(records.get("attention_movement"))
-        if "paged_attention" in names
-        else [],
-        "cache": cache(records.get("engine_cache")) if "paged_attention" in names else None,
-        "step": step(records.get("step")),
-        "serving": serving(records),
-        "engine": engine_tables.summary(records),
-        "engine_step": engine_tables.step_rows(records),
-        "general": general(records.get("general")) if "general" in names else [],
-        "domains": domains(records.get("general")) if "general" in names else {},
-        "wrong": wrong(records.get("general")) if "general" in names else [],
-        "tutorial": tutorial(records.get("tutorial")) if "general" in names else [],
-        "kernels": kernels(records, names),
-        "ceilings": ceilings(records),
-    }
 
 
 def speedup(record: Record | None) -> Json | None:
@@ -351,103 +324,6 @@ def step(record: Record | None) -> Json | None:
     if not found:
         return None
     return {"record": "step", "origin": record.origin, **kind, "batches": found}
-
-
-def ceilings(records: Records) -> Json | None:
-    """GB/s of memory and TFLOP/s of products of matrices, as measured on the same GPU.
-
-    tflops: in 16 bits, float32: without TF32, None where it was not measured.
-    """
-    for name, record in _of_one_gpu(records).items():
-        head = record.head
-        if {"bandwidth", "rate"} <= head.keys():
-            gbps, tflops = round(head["bandwidth"] / 1e9), round(head["rate"] / 1e12, 1)
-            return {"record": name, "gbps": gbps, "tflops": tflops, "float32": None}
-        rates = head.get("rates", {})
-        products = rates.get("tflops", {})
-        half = [products[kind] for kind in ("float16", "bfloat16") if kind in products]
-        if "copy_gbps" in rates and half:
-            return {"record": name, "gbps": rates["copy_gbps"], "tflops": max(half),
-                    "float32": products.get("float32")}  # fmt: skip
-    return None
-
-
-def _of_one_gpu(records: Records) -> Records:
-    """Those measured here, if any were, else those recorded: not both under one roof."""
-    measured = {name: r for name, r in records.items() if r.origin == "measured"}
-    return measured or records
-
-
-def kernels(records: Records, names: Iterable[str]) -> list[Json]:
-    """Every kernel and case of ours: bytes, operations, time, and percent of the floor: that of the
-    row where it has one, else what its bytes or operations take under the ceilings.
-    """
-    names, records = set(names), _of_one_gpu(records)
-    points = [
-        *(_products(records.get("gemm")) if "marlin" in names else ()),
-        *(_attention(records.get("attention")) if "paged_attention" in names else ()),
-        *(_moves(records.get("attention_movement")) if "paged_attention" in names else ()),
-        *(_generals(records.get("general")) if "general" in names else ()),
-    ]
-    top = ceilings(records)
-    for point in points:
-        if "percent" not in point:
-            point["percent"] = _percent_under(top, point) if top else None
-    return [point for point in points if point["bytes"]]
-
-
-def _percent_under(top: Json, point: Json) -> float:
-    floor = max(point["bytes"] / top["gbps"], point["flops"] / top["tflops"] / 1e3) / 1e3
-    return round(100 * floor / point["us"], 1)
-
-
-def _products(record: Record | None) -> Iterator[Json]:
-    for r in timed(record) if record else ():
-        if r["impl"] == "billfish":
-            weights = r["n"] * r["k"] // 2 + 2 * r["n"] * (r["k"] // r["group_size"])
-            yield _point(
-                "marlin", "INT4 product", f"{r['n']} x {r['k']}, M = {r['m']}", r["us"],
-                weights + 2 * r["m"] * (r["n"] + r["k"]), 2 * r["m"] * r["n"] * r["k"],
-            )  # fmt: skip
-
-
-def _attention(record: Record | None) -> Iterator[Json]:
-    for r in timed(record) if record else ():
-        if r["impl"] == "billfish" and r["heads_q"] == 32:
-            yield _point(
-                "paged_attention", r["mode"], r["case"], r["us"],
-                round(r["gbps"] * r["us"] * 1e3), round(r["tflops"] * r["us"] * 1e6),
-            )  # fmt: skip
-
-
-def _moves(record: Record | None) -> Iterator[Json]:
-    for r in timed(record) if record else ():
-        moved = bytes_moved(r)
-        if r["impl"] == "billfish" and moved:
-            case = f"{r['batch']} {'blocks' if r['mode'] == 'copy' else 'tokens'}"
-            yield _point("paged_attention", r["mode"], case, r["us"], moved)
-
-
-def _generals(record: Record | None) -> Iterator[Json]:
-    for line in general(record):
-        case = f"{line['size']} {line['dtype']}"
-        yield _point(
-            "general", line["kernel"], case, line["us"], line["bytes"], line["flops"]
-        ) | {"domain": line["domain"], "percent": line["percent"]}  # fmt: skip
-
-
-def _point(family: str, kernel: str, case: str, us: float, nbytes: float, flops: float = 0) -> Json:
-    return {
-        "family": family,
-        "kernel": kernel,
-        "case": case,
-        "us": us,
-        "bytes": nbytes,
-        "flops": flops,
-        "gbps": round(nbytes / us / 1e3, 1),
-        "tflops": round(flops / us / 1e6, 2),
-        "intensity": round(flops / nbytes, 2) if nbytes else None,
-    }
 
 
 def timed(record: Record) -> list[Row]:

@@ -39,7 +39,7 @@ def summary(records: Records) -> Json | None:
         ],
         "starts": [
             {"kind": row.get("compiled", row.get("cache", "cold")), "seconds": row["value"],
-             "phases": row.get("phases", {})}
+             "phases": row.get("phases", {}), "commit": row.get("commit")}
             for row in ours.rows
             if row["measure"] == "start_s"
         ],
@@ -111,6 +111,7 @@ def starts(document: Json) -> str:
     for start in found:
         phases = [shown(start["phases"][n]) if n in start["phases"] else "–" for n in names]
         kind = {"cold": "first", "warm": "again"}.get(start["kind"], start["kind"])
+        kind += f", commit {start['commit'][:7]}" if start["commit"] else ""
         rows.append([kind, shown(start["seconds"]), *phases])
     return _table(rows)
 

@@ -98,7 +98,8 @@ def test_sample(monkeypatch, capability, dtype, greedy):
     for name in ("_sample_kernel", "_largest_kernel"):
         code = compiled(monkeypatch, sample_gpu, name, launch, capability)
         # Float32 on sm_80 wants one register more than there are, by Triton 3.7.
-        assert code.spill_bytes <= (4 if capability == 80 else 0)
+        newer = not triton.__version__.startswith("3.6.")
+        assert code.spill_bytes <= (4 if newer and capability == 80 else 0)
     assert code.count("LDG.E.128") > 0
 
 

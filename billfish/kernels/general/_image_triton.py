@@ -1,7 +1,18 @@
-"""What the kernels of images share: where a place outside of an image is read, and bytes."""
+"""What the kernels of images share: a program's strip, where a place outside of an image is read,
+and bytes."""
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def strip(width, tiles_y, tiles_x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """What a program computes: (image, first row, columns, which of these are inside)."""
+    program = tl.program_id(0)
+    image = (program // tiles_x // tiles_y).to(tl.int64)
+    top = program // tiles_x % tiles_y * ROWS
+    column = program % tiles_x * COLUMNS + tl.arange(0, COLUMNS)
+    return image, top, column, column < width
 
 
 @triton.jit

@@ -35,7 +35,6 @@ TYPES: dict[torch.dtype, Any] = {
 
 AGGREGATE: tl.constexpr = tl.constexpr(1)
 PREFIX: tl.constexpr = tl.constexpr(2)
-NAN: tl.constexpr = tl.PropagateNan.ALL
 
 
 @triton.jit

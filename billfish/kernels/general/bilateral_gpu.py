@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from billfish.kernels.general._image_triton import as_image, inner, read
+from billfish.kernels.general._image_triton import as_image, inner, read, strip
 from billfish.kernels.general.gpu import _on
 
 ROWS, COLUMNS = 4, 256
@@ -26,11 +26,7 @@ def _bilateral_kernel(
     window's places, to the base 2; like, space: what a squared difference, and a squared distance,
     are multiplied by for theirs."""
     SIZE: tl.constexpr = 2 * RADIUS + 1
-    program = tl.program_id(0)
-    image = (program // tiles_x // tiles_y).to(tl.int64)
-    top = program // tiles_x % tiles_y * ROWS
-    column = program % tiles_x * COLUMNS + tl.arange(0, COLUMNS)
-    there = column < width
+    image, top, column, there = strip(width, tiles_y, tiles_x, ROWS, COLUMNS)
     x += image * height * width
     own, total, weight = (), (), ()
     for r in tl.static_range(ROWS):

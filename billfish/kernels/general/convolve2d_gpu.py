@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from billfish.kernels.general._image_triton import as_image, inner, read
+from billfish.kernels.general._image_triton import as_image, inner, read, strip
 from billfish.kernels.general._triton import TYPES
 from billfish.kernels.general.gpu import _on
 
@@ -20,11 +20,7 @@ def _convolve2d_kernel(
     COLUMNS: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, strip, image): ROWS rows of COLUMNS columns. weights: [KH, KW], correlated."""
-    program = tl.program_id(0)
-    image = (program // tiles_x // tiles_y).to(tl.int64)
-    top = program // tiles_x % tiles_y * ROWS
-    column = program % tiles_x * COLUMNS + tl.arange(0, COLUMNS)
-    there = column < width
+    image, top, column, there = strip(width, tiles_y, tiles_x, ROWS, COLUMNS)
     x += image * height * width
     total = ()
     for _ in tl.static_range(ROWS):
@@ -58,11 +54,7 @@ def _separable_kernel(
 ):  # fmt: skip
     """As _convolve2d_kernel, with a window of KH x KW that is a product. rows: of the result, whose
     row r has its window begin at row r - shift."""
-    program = tl.program_id(0)
-    image = (program // tiles_x // tiles_y).to(tl.int64)
-    top = program // tiles_x % tiles_y * ROWS
-    column = program % tiles_x * COLUMNS + tl.arange(0, COLUMNS)
-    there = column < width
+    image, top, column, there = strip(width, tiles_y, tiles_x, ROWS, COLUMNS)
     x += image * height * width
     line = ()
     for _ in tl.static_range(ROWS + KH - 1):

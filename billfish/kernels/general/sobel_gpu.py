@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from billfish.kernels.general._image_triton import inner, read
+from billfish.kernels.general._image_triton import inner, read, strip
 from billfish.kernels.general.gpu import _on
 
 ROWS, COLUMNS = 8, 256
@@ -50,11 +50,7 @@ def _gradient_kernel(
 ):  # fmt: skip
     """Program (tile, strip, image): ROWS rows of COLUMNS columns. FUSED: magnitude to one and
     direction to two; else the gradient along columns, or with DOWN along rows, to one."""
-    program = tl.program_id(0)
-    image = (program // tiles_x // tiles_y).to(tl.int64)
-    top = program // tiles_x % tiles_y * ROWS
-    column = program % tiles_x * COLUMNS + tl.arange(0, COLUMNS)
-    there = column < width
+    image, top, column, there = strip(width, tiles_y, tiles_x, ROWS, COLUMNS)
     x += image * height * width
     left, right = inner(column - 1, width, MODE), inner(column + 1, width, MODE)
     difference, smooth = (), ()

@@ -25,6 +25,8 @@ from billfish.errors import ConfigError
 from billfish.worker.memory_plan import INT4_BYTES
 
 STEPS = 20
+HEAD_BYTES = {None: 2.0, "int8": 2 * INT4_BYTES, "int4": 4.5 / 8}
+"""A weight of the head: in 16 bits; as two INT4 products; in groups of 32 with a scale each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +101,10 @@ def exclusive(kernels: Sequence[Kernel]) -> list[float]:
     return added
 
 
-def costs(config: ModelConfig, batch: int, context: int, *, int4: bool) -> dict[str, Cost]:
-    """By part, of a decode step with 16-bit activations and KV."""
+def costs(
+    config: ModelConfig, batch: int, context: int, *, int4: bool, head: str | None = None
+) -> dict[str, Cost]:
+    """By part, of a decode step with 16-bit activations and KV. head: what it is rounded to."""
     layers = config.num_layers
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     heads, kv_heads = config.num_heads * dim, config.num_kv_heads * dim
@@ -124,7 +128,8 @@ def costs(config: ModelConfig, batch: int, context: int, *, int4: bool) -> dict[
         "gated activation": Cost(layers * 6 * batch * inner, 0),
         "down": product(hidden, inner),
         "head": Cost(
-            2 * config.vocab_size * (hidden + batch), 2.0 * batch * config.vocab_size * hidden
+            config.vocab_size * (HEAD_BYTES[head] * hidden + 2 * batch),
+            2.0 * batch * config.vocab_size * hidden,
         ),
         "sampling": Cost(2 * batch * config.vocab_size, 0),
     }
@@ -214,7 +219,13 @@ def measure(served: bench_engine.Served, batch: int, context: int) -> tuple[list
 
 
 def parts_of(
-    kernels: Sequence[Kernel], config: ModelConfig, batch: int, context: int, *, int4: bool
+    kernels: Sequence[Kernel],
+    config: ModelConfig,
+    batch: int,
+    context: int,
+    *,
+    int4: bool,
+    head: str | None = None,
 ) -> list[Part]:
     """The kernels of STEPS steps, by part of the model, in the order in which parts come first."""
     fused = int4 and not any("_gated_kernel" in kernel.name for kernel in kernels)
@@ -226,7 +237,7 @@ def parts_of(
             labels += label(step, fused=fused)
             step = []
     labels += label(step, fused=fused)
-    known = costs(config, batch, context, int4=int4)
+    known = costs(config, batch, context, int4=int4, head=head)
     sums: dict[str, list[float]] = {}
     for part, us in zip(labels, exclusive(kernels), strict=True):
         entry = sums.setdefault(part, [0, 0.0])
@@ -260,11 +271,13 @@ def main(arguments: list[str]) -> None:
     found: list[dict[str, Any]] = []
     for batch in batches:
         kernels, wall = measure(served, batch, options.context)
-        parts = parts_of(kernels, config, batch, options.context, int4=int4)
+        parts = parts_of(
+            kernels, config, batch, options.context, int4=int4, head=options.head
+        )  # fmt: skip
         rows, text = table(parts, wall, bandwidth, rate)
         print(f"{options.model}, {options.weights}, {batch} x {options.context} tokens\n{text}")
         case = {"model": options.model, "weights": options.weights, "batch": batch,
-                "context": options.context}  # fmt: skip
+                "context": options.context, "head": options.head or options.dtype}  # fmt: skip
         found += [case | row for row in rows]
         if options.out:
             record.write(options.out, head, found)

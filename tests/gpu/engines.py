@@ -40,7 +40,7 @@ def served(
     config: ModelConfig, device: torch.device = CUDA, *, int4: bool = True, overlap: bool = True,
     graphs: bool = True, waits: bool = False, num_blocks: int = 400, swap_blocks: int = 0,
     invariant: bool = False, prefix_caching: bool = True, dtype: torch.dtype = torch.bfloat16,
-    **scheduler,
+    head: str | None = None, **scheduler,
 ) -> Engine:  # fmt: skip
     """waits: each step is done before the next is planned, in whatever order they are planned."""
     scheduler = {"max_num_seqs": 8, "max_num_batched_tokens": 256} | scheduler
@@ -49,6 +49,7 @@ def served(
     setting = Setting(
         config=config, dtype=dtype, device=device, cache=cache, scheduler=settings,
         vocab_size=config.vocab_size, int4=int4, graphs=graphs, batch_invariant=invariant,
+        head=head,
     )  # fmt: skip
     started = start(setting, lambda most: made(config, device, dtype, int4=int4))
     executor = Waiting(started.executor) if waits else started.executor

@@ -92,6 +92,7 @@ KINDS = {
     "112, 2 of 8": {"head_dim": 112, "rotary_dim": 112, "num_heads": 8},
     "192, 1 of 2": {"head_dim": 192, "rotary_dim": 192, "num_heads": 2, "num_kv_heads": 1},
     "256, 1 of 4": {"head_dim": 256, "rotary_dim": 256, "num_kv_heads": 1},
+    "64, 2 of 14": {"num_heads": 14},
     "half rotated": {"rotary_dim": 32},
     "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
     "QK-norm": {"qk_norm": True},

@@ -42,6 +42,9 @@ def test_costs_of_llama_3_8b() -> None:
     products = sum(known[name].bytes for name in ("qkv", "o", "gate_up", "down"))
     assert products == pytest.approx(32 * 218.1e6 * 4.25 / 8, rel=0.01)  # 218 million a layer
     assert known["head"].bytes == pytest.approx(2 * 128256 * 4096, rel=0.01)
+    for head, bytes_of_a_weight in (("int8", 1.0625), ("int4", 0.5625)):
+        size = costs(config, 1, 512, int4=True, head=head)["head"].bytes
+        assert size == pytest.approx(bytes_of_a_weight * 128256 * 4096, rel=0.01)
     assert known["attention"].bytes == pytest.approx(32 * 512 * 2 * 2 * 1024, rel=0.02)
     assert costs(config, 8, 512, int4=True)["o"].flops == 32 * 2 * 8 * 4096 * 4096
     assert costs(config, 1, 512, int4=False)["o"].bytes == pytest.approx(32 * 2 * 4096**2, rel=0.01)

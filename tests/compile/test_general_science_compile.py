@@ -170,9 +170,14 @@ def test_matmul(monkeypatch, size, dtype, precision, capability):
 
 
 @pytest.mark.skipif(not gluon_supported(), reason="needs a Triton release with known Gluon")
-@pytest.mark.parametrize("turned_a", [False, True])
-@pytest.mark.parametrize("turned_b", [False, True])
-def test_matmul_of_float32_on_hopper(monkeypatch, turned_a, turned_b):
+@pytest.mark.parametrize(
+    ("turned_a", "turned_b", "activation"),
+    [
+        (False, False, "silu"), (False, True, "relu"), (True, False, "gelu_tanh"),
+        (True, True, "none"),
+    ],
+)  # fmt: skip
+def test_matmul_of_float32_on_hopper(monkeypatch, turned_a, turned_b, activation):
     """Not by tensor cores, and with 16 multiplications for each read of shared memory."""
     monkeypatch.setattr(matmul_gpu, "_machine", lambda device: MACHINES[90])
     a, b = torch.empty(2048, 1024), torch.empty(1024, 2000)
@@ -181,7 +186,7 @@ def test_matmul_of_float32_on_hopper(monkeypatch, turned_a, turned_b):
     bias, residual = torch.empty(2000), torch.empty(2048, 2000)
     code = compiled(
         monkeypatch, matmul_gpu.matmul_hopper, "_float32_kernel",
-        lambda: matmul_gpu.matmul(a, b, bias, "silu", residual, "ieee"), 90,
+        lambda: matmul_gpu.matmul(a, b, bias, activation, residual, "ieee"), 90,
     )  # fmt: skip
     assert code.spill_bytes == 0
     assert code.count("HMMA") == code.count("HGMMA") == 0

@@ -233,6 +233,23 @@ def test_matmul(dtype, precision, size):
           max(limit, ROUNDING[dtype]))  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu_tanh"])
+def test_activations_of_matmul(dtype, activation):
+    """Where there are tiles for a whole GPU; silu is in `test_matmul`."""
+    a, b = draw(2048, 64, dtype=dtype), draw(64, 1024, dtype=dtype, seed=1)
+    bias = draw(1024, dtype=dtype, seed=2)
+    bias[5] = torch.nan
+    want = a.double() @ b.double() + bias.double()
+    if activation == "relu":
+        want = want.relu()
+    elif activation == "gelu_tanh":
+        want = torch.nn.functional.gelu(want, approximate="tanh")
+    got = general.matmul(a, b, bias, activation)
+    unit = ROUNDING[dtype]
+    torch.testing.assert_close(got.double(), want, rtol=unit, atol=2e-5 + unit, equal_nan=True)
+
+
 def test_matmul_of_more_than_two_thousand_million_results():
     a = torch.ones(66_000, 8, dtype=torch.float16, device="cuda")
     b = torch.ones(8, 33_000, dtype=torch.float16, device="cuda")

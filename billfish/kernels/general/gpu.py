@@ -28,6 +28,20 @@ def launch_options(pdl: bool) -> dict[str, bool]:
     return {"launch_pdl": True} if pdl else {}
 
 
+@triton.jit
+def activated(value, ACTIVATION: tl.constexpr):
+    """What follows a product, of float32; for kernels in Triton and in Gluon."""
+    if ACTIVATION == "relu":
+        return tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "silu":
+        return value / (1.0 + tl.exp(-value))
+    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(x)) / 2 = sigmoid(2 x)
+        z = 1.5957691216057308 * (value + 0.044715 * value * value * value)
+        return value / (1.0 + tl.exp(-z))
+    else:
+        return value
+
+
 def _on(tensor: Tensor) -> AbstractContextManager[object]:
     """Makes the tensor's GPU the current one, at no cost where it is."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():

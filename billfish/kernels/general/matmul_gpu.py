@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from billfish.kernels.general.gpu import _on
+from billfish.kernels.general.gpu import _on, activated
 from billfish.kernels.gluon_compat import gluon_supported
 
 if gluon_supported():
@@ -23,19 +23,6 @@ FULL = 128
 
 
 @triton.jit
-def _activated(value, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "relu":
-        return tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    elif ACTIVATION == "silu":
-        return value / (1.0 + tl.exp(-value))
-    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(x)) / 2 = sigmoid(2 x)
-        z = 1.5957691216057308 * (value + 0.044715 * value * value * value)
-        return value / (1.0 + tl.exp(-z))
-    else:
-        return value
-
-
-@triton.jit
 def _store(
     out, value, bias, more, row, column, m, n, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -45,7 +32,7 @@ def _store(
     there = (row < m) & (column < n)
     if BIAS:
         value += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)
-    value = _activated(value, ACTIVATION)
+    value = activated(value, ACTIVATION)
     if RESIDUAL:
         value += more.to(tl.float32)
     tl.store(out + row * n + column, value.to(out.dtype.element_ty), mask=there)

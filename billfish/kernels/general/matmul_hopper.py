@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from billfish.kernels.general.gpu import activated
 from billfish.kernels.gluon_compat import barrier, multiply_add
 
 BLOCK_K = 8
@@ -36,19 +37,6 @@ class Tile:
 
 
 TILE = Tile()
-
-
-@gluon.jit
-def _activated(value, ACTIVATION: gl.constexpr):
-    if ACTIVATION == "relu":
-        return gl.maximum(value, 0.0, propagate_nan=gl.PropagateNan.ALL)
-    elif ACTIVATION == "silu":
-        return value / (1.0 + gl.exp(-value))
-    elif ACTIVATION == "gelu_tanh":
-        z = 1.5957691216057308 * (value + 0.044715 * value * value * value)
-        return value / (1.0 + gl.exp(-z))
-    else:
-        return value
 
 
 @gluon.jit
@@ -135,7 +123,7 @@ def _float32_kernel(
     there = (row < m) & (column < n)
     if BIAS:
         value += gl.load(bias + column, mask=column < n, other=0.0)
-    value = _activated(value, ACTIVATION)
+    value = activated(value, ACTIVATION)
     if RESIDUAL:
         value += gl.load(residual + row * residual_m + column * residual_n, mask=there, other=0.0)
     gl.store(out + row * n + column, value, mask=there)

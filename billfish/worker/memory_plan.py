@@ -1,7 +1,9 @@
 """What the memory of a GPU will hold: said before anything is loaded, measured afterwards."""
 
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import ceil, prod
 
 import torch
 
@@ -10,11 +12,11 @@ from billfish.errors import CapacityError
 from billfish.models.decoder import tensor_shapes
 from billfish.worker.kv_cache import block_bytes
 from billfish.worker.memory import gib
-from billfish.worker.step_graphs import ladder
+from billfish.worker.step_graphs import ladder, mixed_ladder
 
 INT4_BYTES = 4.25 / 8
 """A weight in groups of 128 with a 16-bit scale each."""
-_GRAPH_BYTES = 24 << 20
+_GRAPH_BYTES = 8 << 20
 """What the driver takes for a captured graph of some hundred launches, generously."""
 
 
@@ -24,8 +26,9 @@ class MemoryPlan:
 
     total: of the GPU. available: not in use by anybody. share: of the total that may be used.
     weights, activations, graphs: estimated, or measured where `measured` says so. block_bytes: of
-    one KV block; num_blocks: how many fit, or were asked for. block_size, max_model_len,
-    max_num_seqs: for the reader.
+    one KV block; num_blocks: how many fit, or were asked for. block_size, max_model_len: for the
+    reader. step_bytes: estimates activations and graphs together for another
+    (max_num_batched_tokens, max_num_seqs).
     """
 
     device: str
@@ -41,6 +44,7 @@ class MemoryPlan:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    step_bytes: Callable[[int, int], int] = field(repr=False, compare=False)
     measured: bool = False
 
     @property
@@ -79,19 +83,26 @@ class MemoryPlan:
             f"{gib(self.weights)}, activations {gib(self.activations)}, graphs "
             f"{gib(self.graphs)}, {wanted} KV blocks {gib(wanted_bytes)}. "
         )
-        spare = self.budget - self.weights - wanted_bytes
         if self.room >= 1:
             return text + f"num_blocks of at most {self.room} would fit"
-        smaller = int(self.max_num_batched_tokens * max(spare, 0) / (needs - self.weights) * 0.8)
-        if spare > 0 and smaller >= 16:
-            return text + (
-                f"max_num_batched_tokens={smaller} and max_num_seqs="
-                f"{max(1, self.max_num_seqs * smaller // self.max_num_batched_tokens)} would fit"
-            )
-        share = (needs * 1.02) / self.total
+        if smaller := self._smaller(self.budget - self.weights - wanted_bytes):
+            tokens, seqs = smaller
+            return text + f"max_num_batched_tokens={tokens} and max_num_seqs={seqs} would fit"
+        share = ceil(102 * needs / self.total) / 100
         if share <= 0.98 and needs < self.available:
             return text + f"gpu_memory={share:.2f} would fit"
         return text + "a smaller model, or one with INT4 weights, is needed on this GPU"
+
+    def _smaller(self, spare: int) -> tuple[int, int] | None:
+        """max_num_batched_tokens and max_num_seqs whose steps fit in so many bytes."""
+        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        # Where more was measured than estimated, that holds for smaller steps too.
+        more = max(1.0, (self.activations + self.graphs) / self.step_bytes(tokens, seqs))
+        while tokens >= 32:
+            tokens, seqs = tokens // 2, max(1, seqs // 2)
+            if self.step_bytes(tokens, seqs) * more <= spare:
+                return tokens, seqs
+        return None
 
     def __str__(self) -> str:
         kind = "measured" if self.measured else "estimated"
@@ -125,20 +136,34 @@ def estimate(
 ) -> MemoryPlan:
     """The plan of a GPU before anything is on it, and before blocks are chosen."""
     available, total = torch.cuda.mem_get_info(device)
+    step_bytes = partial(_step_bytes, config, dtype, cache.block_size, max_model_len)
     return MemoryPlan(
         device=f"{torch.cuda.get_device_name(device)} ({device})",
         total=total,
         available=available,
         share=cache.gpu_memory,
         weights=estimate_weights(config, dtype, int4=int4),
-        activations=estimate_activations(config, scheduler, dtype),
-        graphs=estimate_graphs(config, scheduler.seats),
+        activations=estimate_activations(config, dtype, scheduler.budget, scheduler.seats)
+        + estimate_tables(cache.block_size, max_model_len, scheduler.seats),
+        graphs=estimate_graphs(config, scheduler.budget, scheduler.seats),
         block_bytes=block_bytes(config, cache.block_size, dtype),
         block_size=cache.block_size,
         num_blocks=0,
         max_model_len=max_model_len,
         max_num_seqs=scheduler.seats,
         max_num_batched_tokens=scheduler.budget,
+        step_bytes=step_bytes,
+    )
+
+
+def _step_bytes(
+    config: ModelConfig, dtype: torch.dtype, block_size: int, max_model_len: int, tokens: int,
+    seqs: int,
+) -> int:  # fmt: skip
+    return (
+        estimate_activations(config, dtype, tokens, seqs)
+        + estimate_tables(block_size, max_model_len, seqs)
+        + estimate_graphs(config, tokens, seqs)
     )
 
 
@@ -152,20 +177,25 @@ def estimate_weights(config: ModelConfig, dtype: torch.dtype, *, int4: bool) -> 
 
 
 def estimate_activations(
-    config: ModelConfig, scheduler: SchedulerConfig, dtype: torch.dtype
+    config: ModelConfig, dtype: torch.dtype, max_num_batched_tokens: int, max_num_seqs: int
 ) -> int:
     """Bytes of the largest step besides weights and KV: of its widest layer, and of sampling."""
-    tokens, rows = scheduler.budget, scheduler.seats
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     widest = max(3 * config.intermediate_size, heads) + 4 * config.hidden_size
     # Logits, in 16 and in 32 bits, and float64 probabilities.
-    sampling = rows * config.vocab_size * (dtype.itemsize + 4 + 8)
-    return tokens * widest * dtype.itemsize + sampling
+    sampling = max_num_seqs * config.vocab_size * (dtype.itemsize + 4 + 8)
+    return max_num_batched_tokens * widest * dtype.itemsize + sampling
 
 
-def estimate_graphs(config: ModelConfig, max_num_seqs: int) -> int:
-    """Bytes of all decode graphs: the logits of each, activations of the largest, the driver's."""
-    sizes = ladder(max_num_seqs)
+def estimate_tables(block_size: int, max_model_len: int, max_num_seqs: int) -> int:
+    """Bytes of the token ids of all sequences, their block tables, and those of a step."""
+    return 4 * max_num_seqs * (max_model_len + 2 * -(-max_model_len // block_size))
+
+
+def estimate_graphs(config: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+    """Bytes of all graphs: the result of each, activations of the largest, the driver's."""
+    sizes, mixed = ladder(max_num_seqs), mixed_ladder(max_num_batched_tokens)
     width = 3 * config.intermediate_size + 8 * config.hidden_size
-    logits = sum(sizes) * config.vocab_size * 4
-    return logits + max_num_seqs * width * 2 + len(sizes) * _GRAPH_BYTES
+    results = sum(sizes) * config.vocab_size * 4 + sum(mixed) * config.hidden_size * 2
+    largest = max(sizes[-1], mixed[-1]) * width * 2
+    return results + largest + (len(sizes) + len(mixed)) * _GRAPH_BYTES

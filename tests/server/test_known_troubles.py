@@ -57,7 +57,7 @@ USERS = {
     ),
     "out of memory without numbers": (
         "server/test_serve_command.py test_what_is_wrong_is_told_in_a_sentence",
-        "unit/test_memory_plan.py test_a_setting_that_fits_is_proposed_and_does",
+        "unit/test_memory_plan.py test_whatever_is_proposed_does_fit",
         "server/test_what_users_suffer_from.py test_a_request_that_can_never_fit_gets_numbers",
     ),
     "orphans after a kill, ports in use, starts that hang without a cause": (

@@ -1,15 +1,17 @@
 """The plan of a GPU's memory: what it says before anything is loaded, and what it proposes."""
 
+import random
+import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
-from billfish.config import SchedulerConfig
+from billfish.config import CacheConfig, ModelConfig, SchedulerConfig
 from billfish.errors import CapacityError
 from billfish.models.random_weights import SHAPES, load_model
 from billfish.worker import memory_plan
-from billfish.worker.kv_cache import block_bytes
 from billfish.worker.memory import GIB
 from billfish.worker.memory_plan import MemoryPlan
 from billfish.worker.step_graphs import ladder
@@ -17,17 +19,25 @@ from billfish.worker.step_graphs import ladder
 LLAMA = SHAPES["llama-3-8b"]
 
 
-def plan(**changes) -> MemoryPlan:
-    scheduler = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=256)
-    values = {
-        "device": "a GPU", "total": 80 * GIB, "available": 79 * GIB, "share": 0.9,
-        "weights": memory_plan.estimate_weights(LLAMA, torch.bfloat16, int4=True),
-        "activations": memory_plan.estimate_activations(LLAMA, scheduler, torch.bfloat16),
-        "graphs": memory_plan.estimate_graphs(LLAMA, 256),
-        "block_bytes": block_bytes(LLAMA, 16, torch.bfloat16), "block_size": 16, "num_blocks": 0,
-        "max_model_len": 131072, "max_num_seqs": 256, "max_num_batched_tokens": 8192,
-    } | changes  # fmt: skip
-    return MemoryPlan(**values)
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch) -> dict[str, int]:
+    """A GPU that all of these are planned for."""
+    memory = {"total": 80 * GIB, "available": 79 * GIB}
+    there = lambda device: (memory["available"], memory["total"])  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "mem_get_info", there)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    return memory
+
+
+def plan(
+    config: ModelConfig = LLAMA, *, tokens: int = 8192, seqs: int = 256, share: float = 0.9,
+    int4: bool = True,
+) -> MemoryPlan:  # fmt: skip
+    scheduler = SchedulerConfig(max_num_batched_tokens=tokens, max_num_seqs=seqs)
+    return memory_plan.estimate(
+        config, CacheConfig(gpu_memory=share), scheduler, dtype=torch.bfloat16,
+        device=torch.device("cuda", 0), int4=int4, max_model_len=config.context_length,
+    )  # fmt: skip
 
 
 def test_weights_of_known_models() -> None:
@@ -49,13 +59,14 @@ def test_estimated_weights_are_those_of_a_model(int4: bool) -> None:
     assert size == pytest.approx(estimate, rel=0.02)
 
 
-def test_all_that_fits_is_taken() -> None:
+def test_all_that_fits_is_taken(gpu) -> None:
     fitted = plan().with_blocks(None)
     used = fitted.weights + fitted.activations + fitted.graphs
     blocks = (1 + fitted.num_blocks) * fitted.block_bytes
     assert used + blocks <= fitted.budget < used + blocks + fitted.block_bytes
     assert fitted.num_tokens == 16 * fitted.num_blocks
-    assert plan(available=10 * GIB).budget == 10 * GIB  # others use the rest
+    gpu["available"] = 10 * GIB
+    assert plan().budget == 10 * GIB  # others use the rest
     text = str(fitted)
     for part in ("weights", "activations", "graphs", f"{fitted.num_blocks} blocks", "x 131072"):
         assert part in text
@@ -70,29 +81,72 @@ def test_as_many_blocks_as_asked_for() -> None:
         plan().with_blocks(most + 1)
 
 
-def test_a_setting_that_fits_is_proposed_and_does() -> None:
-    small = {"total": 8 * GIB, "available": int(7.8 * GIB), "share": 0.95}
+def proposed(message: str) -> dict[str, float]:
+    """The settings that an error says would fit."""
+    said = message.rpartition(" GiB. ")[2]
+    if blocks := re.fullmatch(r"num_blocks of at most (\d+) would fit", said):
+        return {"blocks": int(blocks[1])}
+    if sizes := re.fullmatch(
+        r"max_num_batched_tokens=(\d+) and max_num_seqs=(\d+) would fit", said
+    ):
+        return {"tokens": int(sizes[1]), "seqs": int(sizes[2])}
+    if share := re.fullmatch(r"gpu_memory=(0\.\d\d) would fit", said):
+        return {"share": float(share[1])}
+    assert said == "a smaller model, or one with INT4 weights, is needed on this GPU"
+    return {}
+
+
+def test_a_setting_that_fits_is_proposed(gpu) -> None:
+    gpu |= {"total": 8 * GIB, "available": int(7.8 * GIB)}
     with pytest.raises(CapacityError) as error:
-        plan(**small).with_blocks(None)
+        plan(share=0.95).with_blocks(None)
     message = str(error.value)
     for number in ("7.80 GiB available of 8.00 GiB", "weights", "activations", "graphs"):
         assert number in message
-    tokens, seqs = (
-        int(message.split(f"{name}=")[1].split()[0])
-        for name in ("max_num_batched_tokens", "max_num_seqs")
-    )
-    scheduler = SchedulerConfig(max_num_batched_tokens=tokens, max_num_seqs=seqs)
-    fitted = plan(
-        **small,
-        activations=memory_plan.estimate_activations(LLAMA, scheduler, torch.bfloat16),
-        graphs=memory_plan.estimate_graphs(LLAMA, seqs),
-    ).with_blocks(None)
-    assert fitted.num_blocks >= 1
+    assert proposed(message).keys() == {"tokens", "seqs"}
 
 
-def test_nothing_helps_a_model_too_large() -> None:
+def test_whatever_is_proposed_does_fit(gpu) -> None:
+    """Models, GPUs and settings at random."""
+    rng = random.Random(0)
+    kinds: Counter[tuple[str, ...]] = Counter()
+    for _ in range(1500):
+        config, int4 = SHAPES[rng.choice(list(SHAPES))], rng.random() < 0.5
+        settings = {
+            "tokens": rng.choice((32, 512, 8192, 65536)), "seqs": rng.choice((1, 16, 256, 1024)),
+            "share": rng.choice((0.02, 0.1, 0.5, 0.92, 1.0)),
+        }  # fmt: skip
+        weights = memory_plan.estimate_weights(config, torch.bfloat16, int4=int4)
+        gpu["total"] = int(weights * rng.uniform(0.8, 8) + rng.random() * 4 * GIB)
+        gpu["available"] = int(gpu["total"] * rng.uniform(0.3, 1))
+        asked = rng.choice((None, None, 1, 100, 10**6))
+        try:
+            plan(config, int4=int4, **settings).with_blocks(asked)
+        except CapacityError as error:
+            change = proposed(str(error))
+            kinds[tuple(change)] += 1
+            if change:
+                asked = change.pop("blocks", asked)
+                plan(config, int4=int4, **(settings | change)).with_blocks(asked)
+    assert kinds.keys() == {("blocks",), ("tokens", "seqs"), ("share",), ()}
+    assert min(kinds.values()) > 20
+
+
+def test_what_is_proposed_counts_on_what_was_measured(gpu) -> None:
+    """Where a step takes twice what was estimated, a smaller one is taken to as well."""
+    gpu |= {"total": 8 * GIB, "available": 8 * GIB}
+    once = plan(share=0.95)
+    twice = replace(once, activations=2 * once.activations, graphs=2 * once.graphs, measured=True)
+    with pytest.raises(CapacityError) as error:
+        twice.with_blocks(None)
+    sizes = proposed(str(error.value))
+    assert 2 * once.step_bytes(sizes["tokens"], sizes["seqs"]) < once.budget - once.weights
+
+
+def test_nothing_helps_a_model_too_large(gpu) -> None:
+    gpu |= {"total": 4 * GIB, "available": 4 * GIB}
     with pytest.raises(CapacityError, match="a smaller model"):
-        plan(total=4 * GIB, available=4 * GIB).with_blocks(None)
+        plan().with_blocks(None)
 
 
 def test_ladder() -> None:

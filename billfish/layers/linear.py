@@ -84,15 +84,17 @@ class QuantLinear(nn.Module):
         self.weight = _packed_on(self.weight.device, **state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantLinear":
-        super()._apply(fn, recurse)
-        old = self.weight
         # What fn does to a tensor of this dtype here is what it asks of the weight.
+        old = self.weight
         probe = fn(torch.empty(0, dtype=old.dtype, device=old.device))
+        weight = old  # packed before anything changes: a layer that cannot follow stays whole
         if probe.dtype != old.dtype:
             state = {**self.get_extra_state(), "dtype": probe.dtype}
-            self.weight = _packed_on(probe.device, **state)
+            weight = _packed_on(probe.device, **state)
         elif probe.device != old.device:
-            self.weight = old.to(probe.device)
+            weight = old.to(probe.device)
+        super()._apply(fn, recurse)
+        self.weight = weight
         return self
 
     def extra_repr(self) -> str:

@@ -4,6 +4,7 @@ Every configuration that ships is forced over small shapes; the shapes that a mo
 boundary of the heuristic, go through the public operation.
 """
 
+import copy
 import inspect
 import itertools
 import os
@@ -16,11 +17,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from billfish.errors import KernelArgumentError
 from billfish.kernels import marlin
 from billfish.kernels.marlin import reference
 from billfish.kernels.marlin.configs import Gpu, Product
+from billfish.nn import QuantLinear, quantize_
 
 pytestmark = [
     pytest.mark.gpu,
@@ -303,10 +306,11 @@ def test_batch_invariant_rows(dtype, group_size, zero_point, n, k, kernel):
             assert torch.equal(run(rows), many[rows]), (count, first)
 
 
-def test_first_call_under_capture():
-    """A kernel that was never launched, captured at once: nothing but it gets into the graph."""
+def test_first_call_under_capture(monkeypatch):
+    """With nothing there of earlier calls, neither kernel nor workspace."""
     matrix = Matrix(1152, 4096, 64, "integer", torch.bfloat16)
     packed = matrix.packed()
+    forget_all_launches(monkeypatch)
     for m in (3, 70):
         x = activations(m, 4096, torch.bfloat16)
         torch.cuda.synchronize()
@@ -318,6 +322,19 @@ def test_first_call_under_capture():
             graph.replay()
             torch.cuda.synchronize()
             check(y, x, matrix.exact())
+
+
+def forget_all_launches(monkeypatch):
+    """As in a process that has launched nothing yet, but for what is compiled on disk."""
+    from billfish.kernels.marlin import gpu, workspace
+
+    monkeypatch.setattr(gpu, "_launches", {})
+    monkeypatch.setattr(workspace, "_pools", {})
+    if is_hopper():
+        from billfish.kernels.marlin import hopper_gemm, hopper_launch
+
+        monkeypatch.setattr(hopper_launch, "_kernels", {})
+        hopper_gemm.w4a16_hopper.device_caches.clear()
 
 
 @pytest.mark.parametrize("order", ["act-order", "slice"])
@@ -451,6 +468,150 @@ def test_round_trip_and_moves():
         assert torch.equal(back.unpack()[0], matrix.codes)
 
 
+@pytest.mark.parametrize("zero_point", ["symmetric", "integer", "offset"])
+def test_packing_gives_the_same_bits_on_a_cpu(zero_point):
+    from billfish.kernels.marlin import gpu
+
+    matrix = Matrix(200, 464, 16, zero_point)
+    on_cpu = [
+        None if t is None else t.cpu()
+        for t in (matrix.codes, matrix.scales, matrix.zeros, matrix.offsets)
+    ]
+    there = gpu.pack(
+        *on_cpu, group_size=16, dtype=torch.float16, g_idx=None, silu_mul=False
+    )["tensors"][0]  # fmt: skip
+    assert torch.equal(matrix.packed().tensors[0].cpu(), there)
+
+
+def both_kernels(x, packed):
+    """The product as this GPU computes it, and by the portable kernel."""
+    from billfish.kernels.marlin import triton_gemm
+    from billfish.kernels.marlin.configs import triton_config
+
+    yield marlin.w4a16_matmul(x, packed)
+    units = packed.tensors[0]
+    product = Product(packed.outputs, packed.zero_point)
+    yield triton_gemm.launch(x, units, product, triton_config(len(x), units.shape, OTHER))
+
+
+@pytest.mark.parametrize(("n", "k"), [(2112, 128), (64, 2112)])
+def test_rows_beyond_32_bits(n, k):
+    """2^20 rows, of which Y or X has more than 2^31 elements; one more is refused."""
+    matrix = Matrix(n, k, 64)
+    packed, exact = matrix.packed(), matrix.exact()
+    rng = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(2**20, k, generator=rng, device="cuda", dtype=torch.float16)
+    edge = 2**31 // 2112
+    rows = [*range(40), *range(2**19 - 9, 2**19 + 9), *range(edge - 99, edge + 99), 2**20 - 1]
+    for y in both_kernels(x, packed):
+        assert y.shape == (2**20, n)
+        check(y[rows], x[rows], exact)
+        del y
+    with pytest.raises(KernelArgumentError, match="1048576 rows"):
+        marlin.w4a16_matmul(x[:1].expand(2**20 + 1, k), packed)
+
+
+def test_weight_beyond_32_bits():
+    """More than 2^32 codes in more than 2^31 bytes: packed, multiplied, unpacked."""
+    n, k = 65600, 65664
+    rng = torch.Generator("cuda").manual_seed(0)
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=rng, device="cuda")
+    scales = torch.rand(n, k // 128, generator=rng, device="cuda").half() * 0.01
+    packed = marlin.pack(codes, scales, group_size=128, dtype=torch.float16)
+    assert packed.nbytes > 2**31
+    some = [*range(70), *range(63360, 63552), *range(n - 70, n)]
+    exact = reference.dequantize(
+        codes[some], scales[some], None, None, None, 128, torch.float64
+    )  # fmt: skip
+    assert torch.equal(packed.unpack()[0], codes)
+    del codes
+    for m in (2, 70):
+        x = activations(m, k, torch.float16)
+        for y in both_kernels(x, packed):
+            check(y[:, some], x, exact)
+
+
+def test_what_lies_around_rows_is_not_read():
+    """NaN before and after each row, between rows, and behind the last."""
+    matrix = Matrix(192, 464, 16)
+    packed, exact = matrix.packed(), matrix.exact()
+    for m, first in itertools.product((1, 40, 200), (8, 3)):
+        memory = torch.full((2 * m + 2, 1000), torch.nan, device="cuda", dtype=torch.float16)
+        x = memory[2 : 2 * m + 2 : 2, first : first + 464]
+        x.copy_(activations(m, 464, torch.float16))
+        for y in both_kernels(x, packed):
+            check(y, x, exact)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_layers_of_a_module(symmetric, dtype):
+    """Rounded on the GPU or on the CPU and moved; saved on one and loaded on the other."""
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(256, 576), nn.SiLU(), nn.Linear(576, 192, bias=False)).to(dtype)
+    options = {"group_size": 64, "symmetric": symmetric}
+    on_cpu = quantize_(copy.deepcopy(dense), **options)
+    moved = copy.deepcopy(on_cpu).to("cuda")
+    made_here = quantize_(copy.deepcopy(dense).to("cuda"), **options)
+    for m, model in itertools.product((1, 40), (moved, made_here)):
+        first, second = model[0], model[2]
+        assert type(first) is type(second) is QuantLinear
+        x = activations(m, 256, dtype)
+        hidden = first(x)
+        check(hidden, x, first.weight.dequantize(torch.float64), first.bias)
+        y = second(hidden.view(1, m, 576))
+        check(y[0], hidden, second.weight.dequantize(torch.float64))
+        near = dense.to("cuda")(x)
+        error = (model(x) - near).float().norm() / near.float().norm()
+        assert 0 < error < 0.25
+    for there, here in ((moved, on_cpu), (on_cpu, made_here)):
+        there.load_state_dict(here.state_dict())
+        for place in (0, 2):
+            codes, scales, *_ = there[place].weight.unpack()
+            expected = here[place].weight.unpack()
+            assert torch.equal(codes.cpu(), expected[0].cpu())
+            assert torch.equal(scales.cpu(), expected[1].cpu())
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_module(mode, monkeypatch):
+    """By torch's own compiler, and in the CUDA graphs that it makes; a product whose tiles are
+    shared is one of them, so that a workspace is made while they are.
+    """
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4096, 4096), nn.SiLU(), nn.Linear(4096, 576, bias=False))
+    model = quantize_(model.to("cuda", torch.float16), group_size=64)
+    forget_all_launches(monkeypatch)
+    compiled = torch.compile(model, mode=mode, fullgraph=True)
+    for seed in range(5):
+        x = activations(5, 4096, torch.float16, seed)
+        y = compiled(x).clone()
+        torch.testing.assert_close(y, model(x), rtol=1e-2, atol=5e-3)
+    assert not counters["graph_break"]
+    assert not counters["inductor"]["cudagraph_skips"]
+    torch._dynamo.reset()
+
+
+def test_a_captured_module():
+    """A layer's graph replays with other inputs, and again after it was captured anew."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 576), nn.SiLU(), nn.Linear(576, 192)).half()
+    model = quantize_(model.to("cuda"), group_size=32, symmetric=False)
+    x = activations(3, 256, torch.float16)
+    model(x)
+    for _ in range(20):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = model(x)
+        for seed in range(2):
+            x.copy_(activations(3, 256, torch.float16, seed))
+            graph.replay()
+            assert torch.equal(y, model(x))
+
+
 def test_calls_on_the_same_memory():
     """Launches are kept by addresses: other contents, shapes, dtypes and weights at the same place,
     in calls that take turns."""
@@ -575,7 +736,7 @@ def test_repeats_are_bit_equal(m):
     packed = matrix.packed()
     x = activations(m, 4096, torch.float16)
     first = marlin.w4a16_matmul(x, packed)
-    different = sum((marlin.w4a16_matmul(x, packed) != first).sum() for _ in range(200))
+    different = sum((marlin.w4a16_matmul(x, packed) != first).sum() for _ in range(1000))
     assert int(different) == 0
 
 
@@ -660,8 +821,14 @@ def test_bad_arguments():
     for bad in (x.bfloat16(), x.float(), x[:, :64], x.cpu()):
         with pytest.raises(KernelArgumentError, match="x"):
             marlin.w4a16_matmul(bad, packed)
-    with pytest.raises(KernelArgumentError, match="bias"):
-        marlin.w4a16_matmul(x, packed, x[0])
+    for bad in (x[0], x[0, :64].float(), x[0, :64].cpu()):
+        with pytest.raises(KernelArgumentError, match="bias"):
+            marlin.w4a16_matmul(x, packed, bad)
+    for bad in (x, x[:, :64].float(), x[:, :64].cpu(), x[0, :64]):
+        with pytest.raises(KernelArgumentError, match="residual"):
+            marlin.w4a16_matmul(x, packed, residual=bad)
+    with pytest.raises(KernelArgumentError, match="x"):
+        marlin.w4a16_matmul(x, packed.to("cpu"))
     matrix = Matrix(64, 128)
     with pytest.raises(KernelArgumentError, match="dtype"):
         marlin.pack(matrix.codes, matrix.scales, group_size=128, dtype=torch.float32)

@@ -323,6 +323,98 @@ def test_shared_and_repeated_blocks():
     check(case)
 
 
+@both
+def test_queries_before_the_first_key():
+    """More new tokens than the sequence has, as where a batch is padded: the first see nothing."""
+    for lens, queries in (
+        ([5, 40, 3, 17, 600], [9, 100, 200, 17, 601]), ([5, 0, 3, 70], [9, 2, 16, 1])
+    ):  # fmt: skip
+        case = make_case(lens, queries)
+        check(case)
+        check(case, sliding_window=7, sinks=torch.zeros(8, device="cuda"))
+        out = attend(case.query, case.k_cache, case.v_cache, case.metadata)
+        assert not out[: queries[0] - lens[0]].any()
+
+
+@both
+@pytest.mark.parametrize("heads", [71, 128])
+def test_multi_query_of_any_ratio(heads):
+    check(make_case(*MIXED, heads=heads, kv_heads=1))
+    check(make_case([300, 5000], [4, 1], heads=heads, kv_heads=1, head_dim=64))
+
+
+@both
+@pytest.mark.parametrize("scale", [-0.2, 0.0, 1e-30, 5.0])
+def test_any_scale(scale):
+    case = make_case(*MIXED)
+    check(case, scale=scale)
+    check(case, scale=scale, soft_cap=3.0)
+
+
+@both
+@pytest.mark.parametrize("block_size", [1, 16, 48, 128])
+@pytest.mark.parametrize("window", [1, 16, 100])
+def test_blocks_before_the_window_are_never_read(window, block_size):
+    """They may have been given away: their ids are -1, what they held is poison."""
+    lens, queries = [9000, 200, 700, 1100, 64], [1, 1, 3, 500, 64]
+    case = make_case(lens, queries, block_size=block_size)
+    for row, (n, new) in enumerate(zip(lens, queries, strict=True)):
+        gone = max(n - new + 1 - window, 0) // block_size
+        blocks = case.metadata.block_table[row, :gone].long()
+        case.k_cache[blocks], case.v_cache[blocks] = math.nan, math.inf
+        case.metadata.block_table[row, :gone] = -1 if row % 2 else HUGE
+    out = attend(
+        case.query, case.k_cache, case.v_cache, case.metadata, sliding_window=window
+    )  # fmt: skip
+    case.metadata.block_table.clamp_(0, case.k_cache.shape[0] - 1)  # for the float64 result
+    case.k_cache.nan_to_num_(0), case.v_cache.nan_to_num_(0, 0, 0)
+    check(case, out, sliding_window=window)
+
+
+@both
+def test_queries_and_caches_of_any_strides():
+    """Rows of an odd width, heads outermost, one query for all tokens; caches by head."""
+    tokens = sum(MIXED[1])
+    case = make_case(*MIXED)
+    wide = torch.empty(tokens, 8 * 128 + 8, device="cuda", dtype=case.query.dtype)
+    odd = torch.empty(tokens * 8 * 128 + 1, device="cuda", dtype=case.query.dtype)
+    by_head = torch.empty(8, tokens, 128, device="cuda", dtype=case.query.dtype)
+    for query in (
+        wide[:, : 8 * 128].view(tokens, 8, 128), odd[1:].view(tokens, 8, 128),
+        by_head.transpose(0, 1),
+    ):  # fmt: skip
+        query.copy_(case.query)
+        check(dataclasses.replace(case, query=query))
+    same = dataclasses.replace(case, query=case.query[:1].expand(tokens, 8, 128))
+    check(same)
+    caches = [
+        c.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for c in (case.k_cache, case.v_cache)
+    ]
+    check(Case(case.query, *caches, case.metadata))
+    rows = case.metadata.block_table.repeat_interleave(2, 1)[:, ::2]
+    check(dataclasses.replace(case, metadata=dataclasses.replace(case.metadata, block_table=rows)))
+
+
+@both
+def test_queries_beyond_32_bits():
+    """2^20 new tokens of 16 heads: more than 2^31 elements of queries and of output."""
+    requests, length, heads = 1025, 1024, 16
+    shape = (requests * length, heads, 128)
+    generator = torch.Generator("cuda").manual_seed(0)
+    query = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(generator=generator)
+    caches = torch.empty(2, requests * 64, 16, 1, 128, dtype=torch.bfloat16, device="cuda")
+    caches.normal_(generator=generator)
+    table = torch.randperm(requests * 64).view(requests, 64)
+    lens = [length] * requests
+    metadata = AttentionMetadata.build(table, lens, lens, 16, device="cuda")
+    out = attend(query, *caches, metadata)
+    for few in (slice(0, 1), slice(1022, 1025)):
+        some = lens[few]
+        part = AttentionMetadata.build(table[few], some, some, 16, device="cuda")
+        rows = slice(few.start * length, few.stop * length)
+        check(Case(query[rows], *caches, part), out[rows])
+
+
 def test_strided_query_and_caches():
     case = make_case(*MIXED)
     wide = torch.randn(case.query.shape[0], 12, 128, device="cuda").to(torch.bfloat16)
@@ -600,6 +692,24 @@ def test_write(head_dim, tokens):
     assert torch.equal(bits[:2], bits[2:])
 
 
+def test_write_by_head_beyond_32_bits():
+    """Caches with heads outermost, so far apart that three of them pass 2^31 elements."""
+    blocks, heads = 2 * 352256, 4
+    memory = torch.empty(heads, blocks, 16, 64, dtype=torch.bfloat16, device="cuda")
+    caches = memory.permute(1, 2, 0, 3)
+    k_cache, v_cache = caches[: blocks // 2], caches[blocks // 2 :]
+    assert 2**31 / 3 < k_cache.stride(2) < 2**31
+    query, key, value = torch.randn(3, 9, heads, 64, device="cuda").bfloat16()
+    first, last = torch.arange(5), 16 * blocks // 2 - 1 - torch.arange(4)
+    slots = torch.cat((first, last)).cuda()
+    for write in (write_kv, lambda *step: rotate_and_write(query, *step)):
+        for cache in (k_cache, v_cache):
+            cache[0], cache[-1] = 0, 0
+        write(key, value, k_cache, v_cache, slots)
+        for cache, new in ((k_cache, key), (v_cache, value)):
+            assert torch.equal(cache[slots // 16, slots % 16], new)
+
+
 def rotated(x, positions, cos_sin, weight, eps):
     """RMS norm, then NeoX half-split rotation, in float64."""
     x = x.double()
@@ -660,6 +770,51 @@ def test_copy_fan_out_and_self():
     assert torch.equal(cache, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_copy_and_swap_of_odd_blocks(dtype):
+    """Blocks of half a word more, of half a word apart, that begin in one, or with a gap inside."""
+    sizes = ((1, 1, 5, 0), (3, 1, 8, 1), (3, 2, 8, 0))
+    for block_size, heads, head_dim, offset in sizes:
+        shape = (2, 2, 9, block_size, heads, head_dim)
+        flat = torch.randn(math.prod(shape) + 1, device="cuda").to(dtype)
+        cache = flat[offset : offset + math.prod(shape)].view(shape)
+        gap = torch.randn(*shape[:3], block_size + 1, heads, head_dim, device="cuda").to(dtype)
+        for each in (cache, gap[:, :, :, :block_size]):
+            expected = each.clone()
+            src, dst = torch.tensor([1, 2, 8]), torch.tensor([2, 1, 0])
+            reference.copy_blocks(expected, src.cuda(), dst.cuda())
+            copy_blocks(each, src.cuda(), dst.cuda())
+            assert torch.equal(each, expected)
+            host = torch.zeros(shape, dtype=dtype, pin_memory=True)
+            swap_blocks(each, host, src, dst)
+            torch.cuda.synchronize()
+            assert torch.equal(host[:, :, dst], expected.cpu()[:, :, src])
+            swap_blocks(host, each, dst, src)
+            assert torch.equal(each, expected)
+            nothing = each[:0]
+            copy_blocks(nothing, src.cuda(), dst.cuda())
+            swap_blocks(nothing, host[:0], src, dst)
+
+
+def test_copy_in_a_graph():
+    """Captured with some pairs, replayed with others."""
+    cache = torch.randn(2, 2, 40, 16, 2, 64, device="cuda").bfloat16()
+    src, dst = torch.arange(5, device="cuda"), torch.arange(5, device="cuda") + 1
+    copy_blocks(cache, src, dst)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        copy_blocks(cache, src, dst)
+    for seed in range(3):
+        order = torch.randperm(40, generator=torch.Generator().manual_seed(seed)).cuda()
+        src.copy_(order[:5])
+        dst.copy_(order[2:7])
+        expected = cache.clone()
+        reference.copy_blocks(expected, src, dst)
+        graph.replay()
+        assert torch.equal(cache, expected)
+
+
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("pinned", [True, False])
 def test_swap_round_trip_from_another_stream(pinned, gradients):
@@ -696,3 +851,60 @@ def test_refusals():
     cache = torch.zeros(1, 2, 4, 16, 2, 64, device="cuda").half()
     with pytest.raises(KernelArgumentError, match="src_blocks"):
         swap_blocks(cache, cache.cpu(), torch.tensor([4]), torch.tensor([0]))
+
+
+def test_wrong_devices_dtypes_and_shapes():
+    """Each is told before any work: caches and output are as they were, and the next call runs."""
+    case = make_case([5, 40], [1, 2])
+    step = (case.query, case.k_cache, case.v_cache)
+    m = case.metadata
+    before = case.k_cache.clone(), case.v_cache.clone()
+    bad_metadata = [
+        ("block_table", {"block_table": m.block_table.cpu()}),
+        ("block_table", {"block_table": m.block_table.long()}),
+        ("block_table", {"block_table": m.block_table[:1]}),
+        ("seq_lens", {"seq_lens": m.seq_lens.cpu()}),
+        ("seq_lens", {"seq_lens": m.seq_lens.long()}),
+        ("query_start", {"query_start": m.query_start[:2]}),
+        ("query", {"slot_mapping": m.slot_mapping[:2]}),
+    ]
+    for name, change in bad_metadata:
+        with pytest.raises(KernelArgumentError, match=name):
+            attend(*step, dataclasses.replace(m, **change))
+    for name, bad in (
+        ("k_cache", (step[0], step[1].cpu(), step[2])),
+        ("v_cache", (step[0], step[1], step[2].half())),
+        ("k_cache", (step[0].cpu(), *step[1:])),
+        ("k_cache", (step[0].half(), *step[1:])),
+        ("query", (step[0][:, :3], *step[1:])),
+        ("query", (step[0][..., :64], *step[1:])),
+        ("v_cache", (*step[:2], step[2][:-1])),
+    ):  # fmt: skip
+        with pytest.raises(KernelArgumentError, match=name):
+            attend(*bad, m)
+    for name, options in (
+        ("sliding_window", {"sliding_window": 0}), ("soft_cap", {"soft_cap": -1.0}),
+        ("scale", {"scale": math.nan}), ("sinks", {"sinks": torch.zeros(8)}),
+        ("sinks", {"sinks": torch.zeros(7, device="cuda")}),
+    ):  # fmt: skip
+        with pytest.raises(KernelArgumentError, match=name):
+            attend(*step, m, **options)
+    new = torch.zeros(3, 2, 128, device="cuda").bfloat16()
+    for name, bad in (
+        ("key", (new.half(), new.half(), *step[1:], m.slot_mapping)),
+        ("value", (new, new[:, :1], *step[1:], m.slot_mapping)),
+        ("slot_mapping", (new, new, *step[1:], m.slot_mapping.int())),
+        ("slot_mapping", (new, new, *step[1:], m.slot_mapping.cpu())),
+    ):  # fmt: skip
+        with pytest.raises(KernelArgumentError, match=name):
+            write_kv(*bad)
+    cache, ids = torch.zeros(1, 2, 4, 16, 2, 64, device="cuda").half(), torch.tensor([1])
+    with pytest.raises(KernelArgumentError, match="src"):
+        copy_blocks(cache, ids, ids.cuda())
+    with pytest.raises(KernelArgumentError, match="src_blocks"):
+        swap_blocks(cache, cache.cpu(), ids.cuda(), ids)
+    with pytest.raises(KernelArgumentError, match="dst_cache"):
+        swap_blocks(cache, cache.cpu().bfloat16(), ids, ids)
+    for cache, old in zip(step[1:], before, strict=True):
+        assert torch.equal(cache.view(torch.int16), old.view(torch.int16))
+    check(case)

@@ -77,7 +77,7 @@ def run(case, *, programs=12, max_decode_len=None, **options):
     scoring = Scoring(**{"scale": head_dim**-0.5, **options})
     metadata = case.metadata
     decoded = metadata.max_query_len if max_decode_len is None else max_decode_len
-    out = torch.full_like(case.query, math.nan)
+    out = torch.full(case.query.shape, math.nan, dtype=case.query.dtype)
     lse = torch.full(out.shape[:2], math.nan)
     step = (
         case.query, case.k_cache, case.v_cache, metadata.block_table, metadata.seq_lens,
@@ -148,6 +148,47 @@ def test_mixed_batch(max_decode_len):
     out = run(case, max_decode_len=max_decode_len)
     check(case, out)
     assert not out[0][-3:].any()
+
+
+@pytest.mark.parametrize("max_decode_len", [0, 9])
+def test_queries_before_the_first_key(max_decode_len):
+    """More new tokens than the sequence has, as where a batch is padded: the first see nothing."""
+    case = make_case([5, 3, 17], [9, 40, 17])
+    outs = run(case, max_decode_len=max_decode_len)
+    check(case, outs)
+    assert not outs[0][:4].any()
+
+
+@pytest.mark.parametrize("max_decode_len", [0, 4])
+def test_blocks_before_the_window_are_never_read(max_decode_len):
+    """They may have been given away: their ids are -1, what they held is poison."""
+    lens, queries, window, block_size = [150, 90], [1, 4], 33, 7
+    case = make_case(lens, queries, block_size=block_size)
+    for row, (n, new) in enumerate(zip(lens, queries, strict=True)):
+        gone = max(n - new + 1 - window, 0) // block_size
+        blocks = case.metadata.block_table[row, :gone].long()
+        case.k_cache[blocks], case.v_cache[blocks] = math.nan, math.inf
+        case.metadata.block_table[row, :gone] = -1
+    outs = run(case, max_decode_len=max_decode_len, sliding_window=window)
+    check(case, outs, sliding_window=window)
+
+
+@pytest.mark.parametrize("max_decode_len", [0, 4])
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_scales_that_are_not_positive(scale, max_decode_len):
+    case = make_case([70, 33], [1, 2])
+    check(case, run(case, max_decode_len=max_decode_len, scale=scale), scale=scale)
+
+
+@pytest.mark.parametrize("max_decode_len", [0, 4])
+def test_heads_outermost(max_decode_len):
+    """Queries and caches whose heads are far apart, as in a transposed view."""
+    case = make_case([70, 33, 9], [1, 4, 3])
+    case.query = case.query.transpose(0, 1).contiguous().transpose(0, 1)
+    for name in ("k_cache", "v_cache"):
+        by_head = getattr(case, name).permute(2, 0, 1, 3).contiguous()
+        setattr(case, name, by_head.permute(1, 2, 0, 3))
+    check(case, run(case, max_decode_len=max_decode_len))
 
 
 OPTIONS = [
@@ -293,6 +334,26 @@ def test_write(head_dim, block_size):
     assert torch.equal(caches[1].view(torch.int16), caches[3].view(torch.int16))
 
 
+def test_heads_too_far_apart_for_32_bits_are_written_one_by_one(monkeypatch):
+    """A program's heads are counted in 32 bits. Caches of 5 GB, of which nothing is touched."""
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: launched.append((grid, constants["SPAN"]))
+
+    monkeypatch.setattr(cache_write, "_write_kernel", Kernel())
+    new, slots = torch.zeros(2, 9, 4, 64).half(), torch.arange(9)
+    for stride in (2**29 - 64, 2**29):
+        cache = torch.zeros(64).half().as_strided((1, 16, 4, 64), (0, 0, 0, 1))
+        far = torch.empty(4, stride // 64, 64, dtype=torch.float16, device="meta")
+        far = far.permute(1, 0, 2).unsqueeze(0)[:, :16]
+        cache_write.write(*new, far, cache, slots)
+        cache_write.write(*new, cache, far, slots)
+    assert [span for _, span in launched] == [4, 4, 1, 1]
+    assert [grid[1] for grid, _ in launched] == [2, 2, 8, 8]
+
+
 def rotated(x, positions, cos_sin, weight, eps):
     """Norm, then NeoX half-split rotation, in float64."""
     x = x.double()
@@ -339,6 +400,19 @@ def test_rotate_and_write(rotary_dim, norm):
 def test_copy_reads_before_it_writes(src, dst):
     cache = torch.randn(2, 2, 8, 3, 2, 24, generator=torch.Generator().manual_seed(3)).half()
     src, dst = torch.tensor(src, dtype=torch.int64), torch.tensor(dst, dtype=torch.int64)
+    expected = cache.clone()
+    reference.copy_blocks(expected, src, dst)
+    block_copy.copy(cache, src, dst)
+    assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize(("head_dim", "offset"), [(5, 0), (8, 1)])
+def test_copy_of_blocks_that_are_not_of_whole_words(head_dim, offset):
+    shape = (2, 2, 9, 3, 1, head_dim)
+    flat = torch.randn(math.prod(shape) + 1, generator=torch.Generator().manual_seed(5)).half()
+    cache = flat[offset : offset + math.prod(shape)].view(shape)
+    assert not block_copy.has_words(cache)
+    src, dst = torch.tensor([1, 2, 8]), torch.tensor([2, 1, 0])
     expected = cache.clone()
     reference.copy_blocks(expected, src, dst)
     block_copy.copy(cache, src, dst)

@@ -6,7 +6,6 @@ of these products. So all that a call shares with earlier ones on the same memor
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -107,7 +106,7 @@ class Launch:
         p = self._plan
         x = x.view(-1, x.shape[-1])
         # Where no tile is divided they are not touched, but of one dtype: the kernel is the same.
-        sums, counters = _no_sums(self._device), units
+        sums, counters = units.view(torch.float32), units
         if self._workspace[0]:
             memory = workspace(self._device, *self._workspace)
             sums, counters = memory.sums, memory.counters
@@ -171,11 +170,6 @@ def plan_of(
         x.shape[0], units.shape, x.dtype, gpu_of(x.device), outputs, zero_point,
         (bias is not None, residual is not None, silu_mul), batch_invariant, config,
     )  # fmt: skip
-
-
-@cache
-def _no_sums(device: torch.device) -> Tensor:
-    return torch.empty(4, dtype=torch.float32, device=device)
 
 
 def _aligned(added: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Memory that GEMM kernels share: sums of parts of tiles, and counters of who has left his."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
@@ -16,6 +17,22 @@ def gpu_of(device: torch.device) -> Gpu:
     """What configurations depend on, of a CUDA device."""
     properties = torch.cuda.get_device_properties(device)
     return Gpu(properties.name, properties.multi_processor_count)
+
+
+def lasting_zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros on a GPU that outlive the call, cleared on its current stream.
+
+    torch.compile with mode="reduce-overhead" has all that a thread allocates come from the memory
+    of its graphs, and refuses what is kept of it. So another thread asks.
+    """
+    stream = torch.cuda.current_stream(device)
+
+    def zeros() -> Tensor:
+        with torch.cuda.stream(stream):
+            return torch.zeros(size, dtype=dtype, device=device)
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(zeros).result()
 
 
 class Workspace:
@@ -49,13 +66,13 @@ class _Pool:
             return kept
         if not self._slabs or self._taken * 2 > _CAPTURED_COUNTERS:
             # Memory cannot be cleared under capture without a kernel in the graph, so do it now.
-            self._slabs.append(torch.zeros(_CAPTURED_COUNTERS, dtype=torch.int32, device=device))
+            self._slabs.append(lasting_zeros(_CAPTURED_COUNTERS, torch.int32, device))
             self._taken = 0
         if kept is not None:
             sums, counters = max(sums, kept.sizes[0]), max(counters, kept.sizes[1])
         kept = Workspace(
-            torch.empty(sums, dtype=torch.float32, device=device),
-            torch.zeros(max(counters, _STREAM_COUNTERS), dtype=torch.int32, device=device),
+            lasting_zeros(sums, torch.float32, device),
+            lasting_zeros(max(counters, _STREAM_COUNTERS), torch.int32, device),
         )
         self._by_stream[stream] = kept
         return kept

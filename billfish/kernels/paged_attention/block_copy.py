@@ -48,8 +48,15 @@ def _copy_kernel(
     tl.store(target + (to_block * target_block_stride)[:, None] + word[None, :], value, mask=mask)
 
 
+def has_words(cache: Tensor) -> bool:
+    """Whether `as_words` can view a cache: blocks contiguous inside, on 4 bytes, of whole words."""
+    block, size = cache[0, 0, 0], cache.element_size()
+    where = (cache.data_ptr(), block.nbytes, *(stride * size for stride in cache.stride()[:3]))
+    return block.is_contiguous() and all(number % 4 == 0 for number in where)
+
+
 def as_words(cache: Tensor) -> Tensor:
-    """[layers, 2, blocks, 4-byte words] view of a cache whose blocks are contiguous inside."""
+    """[layers, 2, blocks, 4-byte words] view of a cache for which `has_words` holds."""
     return cache.flatten(3).view(torch.int32)
 
 
@@ -78,9 +85,9 @@ def copy(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
     Destinations must differ from each other. Arguments already validated.
     """
     num_pairs = src.shape[0]
-    if num_pairs == 0:
+    if num_pairs == 0 or kv_cache.numel() == 0:
         return
-    if num_pairs > PAIRS_IN_REGISTERS or not kv_cache[0, 0, 0].is_contiguous():
+    if num_pairs > PAIRS_IN_REGISTERS or not has_words(kv_cache):
         kv_cache[:, :, dst] = kv_cache[:, :, src]
         return
     words = as_words(kv_cache)

@@ -205,6 +205,8 @@ def _launch(
     tail = head_dim - 2 * half
     all_heads = num_heads + 2 * num_kv_heads
     span = math.gcd(num_heads, num_kv_heads, 4)
+    if span * max(k_cache.stride(2), v_cache.stride(2)) >= 2**31:
+        span = 1  # heads far apart: the kernel counts the heads of a program in 32 bits
     # Many small programs where tokens are few, as all wait for the same trips to memory.
     tokens = max(1, (16 if num_tokens >= 128 else 4) // span)
     early = launches_early(key.device)

@@ -100,6 +100,7 @@ def supports(query: Tensor, k_cache: Tensor, v_cache: Tensor, scoring: Scoring) 
         and scoring.scale > 0
         and query.stride(1) == head_dim
         and query.stride(0) % 8 == 0
+        and query.stride(0) >= query.shape[1] * head_dim
         and query.data_ptr() % 16 == 0
         and all(
             cache.stride() == (block_size * row, row, head_dim, 1) and cache.data_ptr() % 16 == 0

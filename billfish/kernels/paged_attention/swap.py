@@ -9,7 +9,7 @@ streams (or the host) order themselves after it with an event.
 import torch
 from torch import Tensor
 
-from billfish.kernels.paged_attention.block_copy import as_words, launch_copy
+from billfish.kernels.paged_attention.block_copy import as_words, has_words, launch_copy
 
 _PAIRS = 4
 
@@ -17,15 +17,15 @@ _PAIRS = 4
 def swap(src_cache: Tensor, dst_cache: Tensor, src_blocks: Tensor, dst_blocks: Tensor) -> None:
     """`swap_blocks` where one cache is on a GPU and the other in host memory or on a GPU.
 
-    Block ids int64 [P] on the CPU. With host memory that is not pinned the copy is staged and
-    waits for the device. Arguments already validated.
+    Block ids int64 [P] on the CPU. With host memory that is not pinned, or blocks that are not of
+    whole words, the copy is staged and waits for the device. Arguments already validated.
     """
-    if src_blocks.shape[0] == 0:
+    if src_blocks.shape[0] == 0 or src_cache.numel() == 0:
         return
     caches = (src_cache, dst_cache)
     device = next(cache.device for cache in caches if cache.is_cuda)
     mapped = all(cache.device == device or cache.is_pinned() for cache in caches)
-    if mapped and all(cache[0, 0, 0].is_contiguous() for cache in caches):
+    if mapped and all(map(has_words, caches)):
         with torch.cuda.device(device):
             ids = _on_device(src_blocks, dst_blocks, device)
             launch_copy(as_words(src_cache), as_words(dst_cache), ids[0], ids[1], _PAIRS)

@@ -22,6 +22,7 @@ from torch import Tensor
 from billfish.bench import engine as bench_engine
 from billfish.config import ModelConfig
 from billfish.errors import ConfigError
+from billfish.worker.device import why_no_gpu
 from billfish.worker.memory_plan import INT4_BYTES
 
 STEPS = 20
@@ -257,8 +258,8 @@ def main(arguments: list[str]) -> None:
     cli.add_argument("--batch", default="1", help="requests that decode; or several: 1,32,256")
     cli.add_argument("--context", type=int, default=512, help="tokens of each prompt")
     options = cli.parse_args(arguments)
-    if not torch.cuda.is_available():
-        raise ConfigError("bench step measures a GPU, and this machine has none")
+    if reason := why_no_gpu():
+        raise ConfigError(f"bench step measures a GPU: {reason}")
     batches = [int(batch) for batch in options.batch.split(",")]
     options.max_num_seqs = max(batches)
     head = record.environment("billfish bench step " + " ".join(arguments))

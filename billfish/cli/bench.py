@@ -82,8 +82,8 @@ def serve(context: typer.Context) -> None:
 
 def _run(name: str, arguments: list[str], *, needs_gpu: bool) -> None:
     if needs_gpu and "--help" not in arguments:
-        import torch
+        from billfish.worker.device import why_no_gpu
 
-        if not torch.cuda.is_available():
-            raise ConfigError(f"bench {name} measures a GPU, and this machine has none")
+        if reason := why_no_gpu():
+            raise ConfigError(f"bench {name} measures a GPU: {reason}")
     import_module(f"billfish.bench.{name}").main(arguments)

@@ -87,10 +87,12 @@ def _made(families: tuple[str, ...], quick: bool, recorded: bool) -> dict[str, o
     import torch
 
     from billfish.compare import build, measure, records
+    from billfish.worker.device import why_no_gpu
 
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    if quick and gpu is None:
-        raise ConfigError("--quick shortens measuring, and this machine has no GPU")
+    reason = why_no_gpu()
+    gpu = None if reason else torch.cuda.get_device_name()
+    if quick and reason:
+        raise ConfigError(f"--quick shortens measuring on a GPU: {reason}")
     known = records.recorded()
     if gpu is None or recorded:
         return build.comparison(known, families, gpu=gpu)

@@ -112,7 +112,7 @@ def _banner(doc: Json) -> str:
         )
     devices = sorted({(r["device"], r["date"]) for r in records if r["origin"] == "recorded"})
     where = "; ".join(f"{escape(device)}, {date}" for device, date in devices)
-    machine = "This machine has no GPU."
+    machine = "This machine has no GPU that can be used."
     if made["file"]:
         machine = f"Shown from {escape(made['file'])}."
     elif made["gpu"]:

@@ -52,7 +52,7 @@ def _say_where(document: Json, console: Console) -> None:
     else:
         console.print("Recorded results: nothing was measured here.", style="bold yellow")
         if made["gpu"] is None and not made["file"]:
-            console.print("This machine has no GPU.")
+            console.print("This machine has no GPU that can be used.")
     places: dict[str, list[str]] = {}
     for name, record in document["records"].items():
         if record["origin"] == "recorded":

@@ -1,6 +1,7 @@
 """Which device a model runs on."""
 
 import logging
+import warnings
 
 import torch
 
@@ -20,7 +21,9 @@ def choose(device: str, dtype: torch.dtype) -> torch.device:
     """
     if device == "cpu":
         return torch.device("cpu")
-    reason = _why_not(device, dtype)
+    reason = why_no_gpu(device)
+    if reason is None and dtype == torch.float32:
+        reason = "float32 runs on a CPU only: use bfloat16 or float16"
     if reason is None:
         index = _index(device)
         return torch.device("cuda", torch.cuda.current_device() if index is None else index)
@@ -31,15 +34,18 @@ def choose(device: str, dtype: torch.dtype) -> torch.device:
     return torch.device("cpu")
 
 
-def _why_not(device: str, dtype: torch.dtype) -> str | None:
-    """Why a GPU cannot be used; None where it can."""
+def why_no_gpu(device: str = "cuda") -> str | None:
+    """Why the kernels cannot run on a GPU of this name, in one line; None where they can."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA: install a build with it"
-    count = torch.cuda.device_count()
-    if not torch.cuda.is_available() or count == 0:
+    with warnings.catch_warnings(record=True) as warned:  # of a driver too old, among others
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        says = f" ({_sentence(warned[0].message)})" if warned else ""
         return (
             f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, finds no GPU that it "
-            "can use: is there one, and does nvidia-smi show a driver for that version?"
+            f"can use{says}: is there one, and does nvidia-smi show a driver for that version?"
         )
     index = _index(device) or 0
     if index >= count:
@@ -50,9 +56,13 @@ def _why_not(device: str, dtype: torch.dtype) -> str | None:
             f"{torch.cuda.get_device_name(index)} has compute capability "
             f"{capability[0]}.{capability[1]}, and the kernels need 8.0"
         )
-    if dtype == torch.float32:
-        return "float32 runs on a CPU only: use bfloat16 or float16"
     return None
+
+
+def _sentence(message: object) -> str:
+    """The first sentence of a warning, in one line."""
+    text = " ".join(str(message).split())
+    return text.partition(". ")[0].partition(" (Triggered")[0].removesuffix(".")
 
 
 def _index(device: str) -> int | None:

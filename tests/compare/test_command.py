@@ -155,6 +155,25 @@ def test_a_plan_that_fails_costs_its_own_rest(plans):
     assert done.left_out == ["the rest of a family: ImportError: no such module"]
 
 
+def pretend_gpu(monkeypatch, capability):
+    """A machine with a GPU of this compute capability."""
+    for name, value in {
+        "is_available": True, "device_count": 1, "get_device_name": "a GPU of the tests",
+        "get_device_capability": capability, "empty_cache": None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
+def test_a_gpu_that_is_too_old_measures_nothing(monkeypatch, plans):
+    pretend_gpu(monkeypatch, (7, 5))
+    said = run("--family", "marlin")
+    assert "Recorded results: nothing was measured here." in said
+    assert "This machine has no GPU that can be used." in said
+    with pytest.raises(ConfigError, match=r"a GPU of the tests has compute capability 7\.5"):
+        run("--quick")
+
+
 def test_with_a_gpu_it_measures(plans, monkeypatch, tmp_path):
     asked = []
 
@@ -163,9 +182,7 @@ def test_with_a_gpu_it_measures(plans, monkeypatch, tmp_path):
         yield "ablation_gemm", "one", lambda: [ROW, {**ROW, "technique": "stream_k", "us": 3.0}]
 
     plans["marlin"] = plan
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU of the tests")
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    pretend_gpu(monkeypatch, (9, 0))
     said = run("--family", "marlin", "--quick", "--json", tmp_path / "a.json")
     assert "Measured here: on a GPU of the tests" in said
     document = json.loads((tmp_path / "a.json").read_text())

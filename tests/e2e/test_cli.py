@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -280,4 +281,15 @@ def test_bench_passes_options_on_and_says_when_there_is_no_gpu() -> None:
     if not torch.cuda.is_available():
         refused = run("bench", "gemm", "--out", "nowhere.json")
         assert refused.returncode == 1
-        assert "this machine has none" in refused.stderr
+        assert refused.stderr.startswith("error: bench gemm measures a GPU: torch ")
+        assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize("command", [("generate", "Hello"), ("chat",)], ids=["generate", "chat"])
+def test_a_gpu_that_is_not_there_is_told_before_anything_is_loaded(command) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    told = run(*command, "--model", "no-such-file.gguf", "--device", "cuda")
+    assert told.returncode == 1
+    (line,) = re.sub(r"\n(?!error)", " ", told.stderr.strip()).splitlines()
+    assert line.startswith("error: device 'cuda': torch ")

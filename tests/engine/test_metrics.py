@@ -6,6 +6,7 @@ from billfish.engine.plan import StepPlan, StepResult
 from billfish.sampling_params import SamplingParams
 from tests.engine.fake_worker import (
     Clock,
+    FakeStep,
     make_engine,
     run,
 )
@@ -81,6 +82,37 @@ class TestMetrics:
         assert stats.kv_waste == 1 - (17 + 18 + 1) / (32 + 32 + 16)
         assert (stats.steps, stats.prefill_tokens, stats.output_tokens) == (4, 18, 3)
         assert stats.finished == {"length": 2}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_seconds_of_steps_and_of_waiting_for_the_model(overlap, monkeypatch) -> None:
+    """The model's answer takes 2 seconds a step, and telling a token's bytes a half."""
+    clock = Clock()
+    engine, worker = make_engine(clock=clock, overlap=overlap)
+
+    def slow(method):
+        def call(*arguments):
+            clock.now += 2.0
+            return method(*arguments)
+
+        return call
+
+    def to_bytes(token: int) -> bytes:
+        clock.now += 0.5
+        return b"x"
+
+    if overlap:
+        monkeypatch.setattr(FakeStep, "result", slow(FakeStep.result))
+    else:
+        worker.execute = slow(worker.execute)
+    engine._token_bytes = to_bytes
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=4, seed=0))
+    began = clock.now
+    run(engine)
+    stats = engine.stats()
+    assert stats.wait_seconds == 2.0 * len(worker.plans) == 2.0 * stats.steps
+    assert stats.step_seconds == clock.now - began
+    assert stats.step_seconds == stats.wait_seconds + 0.5 * 4
 
 
 @pytest.mark.parametrize(("preemption", "swap_blocks"), [("recompute", 0), ("swap", 100)])

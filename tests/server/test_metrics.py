@@ -66,6 +66,9 @@ def test_what_is_counted():
         assert value(metrics, "engine_up") == 1
         assert value(metrics, "kv_cache_usage_perc") == 0
         assert value(metrics, "kv_cache_blocks_total") == 4096
+        assert value(metrics, "engine_steps_total") > 5
+        steps, waits = (value(metrics, f"engine_{n}_seconds_total") for n in ("step", "wait"))
+        assert steps >= waits > 0
         responses = {key[1:]: n for key, n in metrics.items() if key[0] == "http_responses_total"}
         assert responses[("path", "/v1/chat/completions"), ("status", "200")] == 2
         assert responses[("path", "/v1/chat/completions"), ("status", "400")] == 1

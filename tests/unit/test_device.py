@@ -1,5 +1,7 @@
 """Which device a model runs on, and what is said where it cannot be the one asked for."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -36,6 +38,27 @@ def test_a_gpu_that_cannot_be_used_is_one_clear_line(monkeypatch, message: str) 
     assert "\n" not in str(error.value)
     if name == "cuda":
         assert device.choose("auto", dtype) == torch.device("cpu")
+
+
+def test_what_torch_warns_of_is_part_of_the_line(monkeypatch, recwarn) -> None:
+    """Of a driver too old it says so in a warning, of many lines, and that there is no GPU."""
+    text = (
+        "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040). "
+        "Please update your GPU driver\nby downloading one. (Triggered internally at here.cpp:1.)"
+    )
+
+    def unavailable() -> bool:
+        warnings.warn(text, stacklevel=1)
+        return False
+
+    pretend(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", unavailable)
+    with pytest.raises(ConfigError) as error:
+        device.choose("cuda:0", torch.bfloat16)
+    assert "too old (found version 11040): is there one" not in str(error.value)
+    assert "is too old (found version 11040)): is there one" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not recwarn.list
 
 
 def test_the_gpu_where_there_is_one(monkeypatch) -> None:

@@ -11,7 +11,7 @@ from billfish.config import CacheConfig, ModelConfig, SchedulerConfig
 from billfish.errors import CapacityError
 from billfish.models.decoder import tensor_shapes
 from billfish.worker.kv_cache import block_bytes
-from billfish.worker.memory import gib
+from billfish.worker.memory import GIB, gib
 from billfish.worker.step_graphs import ladder, mixed_ladder
 
 INT4_BYTES = 4.25 / 8
@@ -84,7 +84,10 @@ class MemoryPlan:
             f"{gib(self.graphs)}, {wanted} KV blocks {gib(wanted_bytes)}. "
         )
         if self.room >= 1:
-            return text + f"num_blocks of at most {self.room} would fit"
+            memory = (self.room + 1) * self.block_bytes * 100 // GIB / 100
+            return text + (
+                f"num_blocks of at most {self.room}, or {memory:.2f} GiB of KV cache, would fit"
+            )
         if smaller := self._smaller(self.budget - self.weights - wanted_bytes):
             tokens, seqs = smaller
             return text + f"max_num_batched_tokens={tokens} and max_num_seqs={seqs} would fit"
@@ -92,6 +95,18 @@ class MemoryPlan:
         if share <= 0.98 and needs < self.available:
             return text + f"gpu_memory={share:.2f} would fit"
         return text + "a smaller model, or one with INT4 weights, is needed on this GPU"
+
+    def ran_out(self, error: Exception) -> CapacityError:
+        """What to raise where the GPU did not give what was planned; error: what torch says."""
+        said = " ".join(". ".join(str(error).split(". ")[:2]).split())
+        return CapacityError(
+            f"{self.device} ran out of memory while the model was brought up, which was planned as "
+            f"weights {gib(self.weights)}, activations {gib(self.activations)}, graphs "
+            f"{gib(self.graphs)} and {self.num_blocks} KV blocks of {gib(self.block_bytes)} in "
+            f"{gib(self.budget)} ({said}): perhaps others use this GPU too; a lower gpu_memory or "
+            f"num_blocks leaves them more, a max_num_batched_tokens of "
+            f"{max(1, self.max_num_batched_tokens // 2)} takes less"
+        )
 
     def _smaller(self, spare: int) -> tuple[int, int] | None:
         """max_num_batched_tokens and max_num_seqs whose steps fit in so many bytes."""

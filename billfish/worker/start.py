@@ -116,6 +116,14 @@ def _start_on_gpu(setting: Setting, load: Load) -> Started:
     )  # fmt: skip
     plan = _fitted(plan, cache)
     logger.info("%s", plan)
+    try:
+        return _brought_up(setting, load, plan, max_model_len)
+    except torch.OutOfMemoryError as error:
+        raise plan.ran_out(error) from error
+
+
+def _brought_up(setting: Setting, load: Load, plan: MemoryPlan, max_model_len: int) -> Started:
+    config, cache, device = setting.config, setting.cache, setting.device
     seconds = _Seconds()
     before = torch.cuda.memory_allocated(device)
     model = load(max_model_len)

@@ -77,15 +77,17 @@ def test_all_that_fits_is_taken(gpu) -> None:
 def test_as_many_blocks_as_asked_for() -> None:
     assert plan().with_blocks(100).num_blocks == 100
     most = plan().room
-    with pytest.raises(CapacityError, match=f"num_blocks of at most {most} would fit"):
+    with pytest.raises(CapacityError, match=f"num_blocks of at most {most}, or "):
         plan().with_blocks(most + 1)
 
 
 def proposed(message: str) -> dict[str, float]:
     """The settings that an error says would fit."""
     said = message.rpartition(" GiB. ")[2]
-    if blocks := re.fullmatch(r"num_blocks of at most (\d+) would fit", said):
-        return {"blocks": int(blocks[1])}
+    if blocks := re.fullmatch(
+        r"num_blocks of at most (\d+), or (\d+\.\d\d) GiB of KV cache, would fit", said
+    ):
+        return {"blocks": int(blocks[1]), "gib": float(blocks[2])}
     if sizes := re.fullmatch(
         r"max_num_batched_tokens=(\d+) and max_num_seqs=(\d+) would fit", said
     ):
@@ -126,9 +128,10 @@ def test_whatever_is_proposed_does_fit(gpu) -> None:
             change = proposed(str(error))
             kinds[tuple(change)] += 1
             if change:
-                asked = change.pop("blocks", asked)
-                plan(config, int4=int4, **(settings | change)).with_blocks(asked)
-    assert kinds.keys() == {("blocks",), ("tokens", "seqs"), ("share",), ()}
+                asked, size = change.pop("blocks", asked), change.pop("gib", 0.0)
+                fitted = plan(config, int4=int4, **(settings | change)).with_blocks(asked)
+                assert size * GIB <= (1 + fitted.num_blocks) * fitted.block_bytes
+    assert kinds.keys() == {("blocks", "gib"), ("tokens", "seqs"), ("share",), ()}
     assert min(kinds.values()) > 20
 
 

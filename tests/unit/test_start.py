@@ -73,6 +73,19 @@ def test_nothing_is_loaded_where_it_cannot_fit(gpu) -> None:
         starting._start_on_gpu(too_many, lambda max_len: pytest.fail("loaded"))
 
 
+def test_memory_that_runs_out_against_the_plan_is_told_with_it(gpu) -> None:
+    def too_large(max_len: int):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. And\nmore. Yes.")
+
+    with pytest.raises(CapacityError) as error:
+        starting._start_on_gpu(setting(), too_large)
+    said = str(error.value)
+    for part in ("a pretended GPU", "weights 0.00 GiB", "KV blocks", "Tried to allocate 9 GiB",
+                 "max_num_batched_tokens of 16"):  # fmt: skip
+        assert part in said
+    assert "\n" not in said
+
+
 def test_options_reach_the_layers(gpu) -> None:
     started = starting.start(setting(head="int8"), load)  # on a CPU too
     assert isinstance(started.executor.model.lm_head, Int8Linear)

@@ -129,6 +129,34 @@ def test_workspace_is_sized_by_the_division():
 
 
 @pytest.fixture
+def gpus(monkeypatch):
+    """Devices by the name of their index: cuda:75 has compute capability 7.5."""
+
+    def capability(device):
+        return divmod(torch.device(device).index, 10)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU, {device}")
+    gpu._hopper_kernel.cache_clear()
+    yield
+    gpu._hopper_kernel.cache_clear()
+
+
+def test_each_gpu_gets_its_kernel(gpus, monkeypatch):
+    """The Hopper kernel on 9.0, the portable one on everything else from 8.0 on."""
+    assert gpu._hopper_kernel(torch.device("cuda:90")) is hopper_launch
+    for number in (80, 86, 89, 100, 103, 120, 121):
+        assert gpu._hopper_kernel(torch.device("cuda", number)) is None
+    for number in (60, 70, 75):
+        with pytest.raises(KernelArgumentError, match=rf"8\.0 or newer; a GPU, cuda:{number} has"):
+            gpu._hopper_kernel(torch.device("cuda", number))
+    gpu._hopper_kernel.cache_clear()
+    monkeypatch.setattr("billfish.kernels.gluon_compat.gluon_supported", lambda: False)
+    with pytest.warns(RuntimeWarning, match="portable kernels"):
+        assert gpu._hopper_kernel(torch.device("cuda:90")) is None
+
+
+@pytest.fixture
 def launches(monkeypatch):
     """What Triton and the driver were given, on a CPU: (by_triton, prepared)."""
     by_triton, prepared = [], []
@@ -352,6 +380,7 @@ def test_a_table_serves_its_weight_up_to_each_number_of_tokens(tmp_path, monkeyp
 
 def test_tables_in_the_package_are_whole():
     tables = sorted(tuning.table_path("NVIDIA H200").parent.glob("*.json"))
+    assert tuning.table_path("NVIDIA H200") in tables
     for path in tables:
         table = json.loads(path.read_text())
         assert tuning.table_path(table["device"]) == path

@@ -1,12 +1,14 @@
 """What the GPU implementation hands to its kernels, which are not run: no GPU needed."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from billfish.errors import KernelArgumentError
 from billfish.kernels import paged_attention as pa
 from billfish.kernels.paged_attention import AttentionMetadata, _arguments, gpu, planner
 
@@ -29,6 +31,38 @@ def handed(monkeypatch):
     ):  # fmt: skip
         monkeypatch.setattr(module, name, note)
     return seen
+
+
+def test_each_gpu_gets_its_kernels(monkeypatch):
+    """Devices are named by their index: cuda:75 has compute capability 7.5."""
+    name = "get_device_capability"
+    monkeypatch.setattr(torch.cuda, name, lambda device: divmod(torch.device(device).index, 10))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU, {device}")
+    planner.is_hopper.cache_clear()
+    for number in (75, 80, 86, 89, 90, 100, 120):
+        device = torch.device("cuda", number)
+        assert planner.is_hopper(device) == (number == 90)
+        stands_for = SimpleNamespace(
+            shape=(9, 16, 2, 64), dtype=torch.float16, device=torch.device("cuda", number)
+        )
+        if number < 80:
+            with pytest.raises(KernelArgumentError, match=r"a GPU, cuda:75: .* 8\.0 or newer"):
+                gpu._check(stands_for)
+        else:
+            gpu._check(stands_for)
+    planner.is_hopper.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("match", "dtype", "block_size", "head_dim"),
+    [
+        ("float16 or bfloat16", torch.float32, 16, 64), ("head_dim", torch.float16, 16, 72),
+        ("block_size", torch.float16, 257, 64),
+    ],
+)  # fmt: skip
+def test_what_no_gpu_takes(match, dtype, block_size, head_dim):
+    with pytest.raises(KernelArgumentError, match=match):
+        gpu._check(torch.zeros(1, block_size, 1, head_dim, dtype=dtype))
 
 
 def strided(values, dtype):

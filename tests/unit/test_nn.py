@@ -1,5 +1,6 @@
 """INT4 layers in anybody's module: rounding, replacing, moving, saving, compiling."""
 
+import copy
 import io
 
 import pytest
@@ -128,6 +129,31 @@ def test_casting_packs_anew_and_the_bias_follows() -> None:
     torch.testing.assert_close(layer(x.bfloat16()).float(), expected, rtol=0.05, atol=0.05)
 
 
+def test_a_layer_that_cannot_be_cast_stays_whole() -> None:
+    layer, x = QuantLinear.from_linear(nn.Linear(64, 64), group_size=32), torch.randn(2, 64)
+    expected = layer(x)
+    for cast in (layer.double, lambda: layer.to("meta")):
+        with pytest.raises(KernelArgumentError):
+            cast()
+        assert layer.bias is not None
+        assert layer.bias.dtype == layer.weight.dtype == torch.float32
+        assert torch.equal(layer(x), expected)
+
+
+def test_a_model_is_copied_and_pickled_like_any_other() -> None:
+    torch.manual_seed(0)
+    model, x = quantize_(Model(), group_size=32), torch.randn(5, 64)
+    expected = model(x)
+    twin = copy.deepcopy(model)
+    assert twin.shared is twin.body[2]
+    assert twin.shared.weight.tensors[0] is not model.shared.weight.tensors[0]
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (twin, torch.load(file, weights_only=False)):
+        assert torch.equal(other(x), expected)
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_saved_and_loaded_with_the_model(symmetric: bool) -> None:
     torch.manual_seed(0)
@@ -181,6 +207,26 @@ def test_compiles_without_a_break() -> None:
         expected = model(x)
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(x), expected)
+
+
+def test_compiled_graphs_take_the_weights_where_they_are() -> None:
+    """What is no parameter and not known to stay in place is copied at every replay of a graph."""
+    model, x = quantize_(Model(), group_size=32).eval(), torch.randn(5, 64)
+    taken = {}
+
+    def backend(graph, inputs):
+        for node in graph.graph.find_nodes(op="placeholder"):
+            kind = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
+            taken[node.meta["example_value"].dtype, node.name] = kind
+        return graph.forward
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        torch.compile(model, backend=backend, fullgraph=True)(x)
+    codes = [kind for (dtype, _), kind in taken.items() if dtype == torch.uint8]
+    assert len(codes) == 3
+    assert all(codes)
+    assert sum(kind is None for kind in taken.values()) == 1  # x
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

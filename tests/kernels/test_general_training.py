@@ -1,5 +1,7 @@
 """Kernels of training on the CPU: against float64, by autograd, and as torch sees them."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from torch.library import opcheck
@@ -138,6 +140,23 @@ def test_linear_cross_entropy_of_many_classes_in_float16():
     functional.cross_entropy(x.double() @ exact.t(), target).backward()
     error = (leaf.grad.double() - exact.grad)[1:].norm() / exact.grad[1:].norm()
     assert error < 3e-3
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "chunk"),
+    [(2064, torch.bfloat16, 2064), (2065, torch.bfloat16, 1024), (1025, torch.float16, 1024),
+     (2000, torch.float32, 1024), (0, torch.bfloat16, 1)],
+)  # fmt: skip
+def test_linear_cross_entropy_chooses_its_chunks(monkeypatch, rows, dtype, chunk):
+    """1024 rows, or all of bfloat16 where that needs no more memory."""
+    module = import_module("billfish.kernels.general.cross_entropy")
+    found, compute = [], module._linear_cross_entropy
+    monkeypatch.setattr(
+        module, "_linear_cross_entropy", lambda *given: (found.append(given[4]), compute(*given))[1]
+    )
+    x, weight = draw(rows, 16, dtype=dtype), draw(5, 16, dtype=dtype, seed=1)
+    general.linear_cross_entropy(x, weight, torch.zeros(rows, dtype=torch.int64))
+    assert found == [chunk]
 
 
 def test_linear_cross_entropy_memory_is_a_chunk(monkeypatch):

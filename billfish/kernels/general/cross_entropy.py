@@ -11,7 +11,8 @@ in bfloat16 are 2 GB, and their gradient as much again. The loss is a sum over t
 logits in their place, and from it at once the gradients of x and weight. Memory is a chunk's,
 whatever the number of tokens (the idea of Liger-Kernel: Hsu et al., 2024, arXiv:2410.10989).
 Every chunk but the first reads and writes the weight's gradient, in float32, once more. So chunks
-are as large as still costs little memory: D rows, whose logits take what the weight takes.
+are as large as still costs little memory: D rows, whose logits take what the weight takes. Three
+times as many of bfloat16 are a single chunk, whose gradient of the weight needs no float32.
 
 The techniques' switches: `cross_entropy_gpu.cross_entropy(..., online=False)` reads a row twice,
 for its maximum first; `chunk` as large as x has rows.
@@ -162,10 +163,6 @@ def _step_cpu(ignore_index: int) -> Callable[[Tensor, Tensor], Tensor]:
     return step
 
 
-def _scale(target: Tensor, ignore_index: int) -> Tensor:
-    return 1.0 / (target != ignore_index).sum().float()
-
-
 def _linear_cpu(
     x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, chunk: int, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -254,7 +251,9 @@ def cross_entropy(
     if reduction == "none":
         return loss
     total = loss.sum()
-    return total if reduction == "sum" else total * _scale(target, ignore_index)
+    if reduction == "sum":
+        return total
+    return total / (target != ignore_index).sum(dtype=torch.float32)
 
 
 def linear_cross_entropy(
@@ -263,10 +262,11 @@ def linear_cross_entropy(
     """cross_entropy(x @ weight.T, target), the mean, with the logits of `chunk` rows at a time.
 
     x: [N, D], weight: [V, D] of the same dtype, float32, bfloat16 or float16; target: int64 [N] as
-    for `cross_entropy`. chunk: None for D rows, and 1024 at least. Besides the gradients (and the
-    weight's in float32, but for a single chunk of bfloat16), memory is for chunk * V logits. Where
-    a gradient is wanted it is computed in the forward pass, together with the loss; differentiable
-    once. Returns a float32 scalar.
+    for `cross_entropy`. chunk: None for D rows, and 1024 at least; of bfloat16 all rows, where
+    several chunks would need as much memory (up to 3 D rows, from D = 1024 on). Besides the
+    gradients (and the weight's in float32, but for a single chunk of bfloat16), memory is for
+    chunk * V logits, twice where there are several. Where a gradient is wanted it is computed in
+    the forward pass, together with the loss; differentiable once. Returns a float32 scalar.
 
     Deterministic as far as torch's matmul is.
 
@@ -282,6 +282,10 @@ def linear_cross_entropy(
     check_same_device("target", target, "x", x)
     if chunk is None:
         chunk = max(SHORTEST_CHUNK, x.shape[1])
+        # Several chunks need as much: logits of two, of which one is made while the other is still
+        # there, and a gradient of the weight in float32 instead of bfloat16.
+        if weight.dtype == torch.bfloat16 and x.shape[0] <= 2 * chunk + x.shape[1]:
+            chunk = max(1, x.shape[0])
     if not isinstance(chunk, int) or chunk < 1:
         raise bad_argument("chunk", chunk, "1 or more rows")
     _check_target(target, x.shape[0], weight.shape[0], ignore_index)

@@ -3,6 +3,7 @@
     billfish bench general --out benchmarks/general.json
     billfish bench general --ablation benchmarks/ablation_general.json
     billfish bench general --kernels data --out FILE, then --kernels training --keep --out FILE
+    billfish bench general --compile-only --jobs 8 --out FILE, then the same without --compile-only
 
 Peers: torch, torch.compile, and CuPy (which brings CUB, cuFFT and cuSPARSE), Liger-Kernel and
 FlashInfer where they are installed; the record names those that are missing. All implementations of
@@ -31,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from billfish.bench import record
-from billfish.bench.general_case import Case, Function, Inputs, Math, dtype_name, is_there
+from billfish.bench.general_case import Case, Function, Inputs, Math, dtype_name, fresh, is_there
+from billfish.bench.general_compile import compile_all, functions
 from billfish.bench.turns import Call, elapsed_us, time_in_turns, waits
 from billfish.errors import ConfigError
 
@@ -130,14 +131,6 @@ def _matmul_rate(kind: Math, size: int = 8192) -> float:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def fresh(inputs: Inputs) -> Inputs:
-    """Inputs that an operation in place may change."""
-    return tuple(
-        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-        for x in inputs
-    )
-
-
 @torch.no_grad()
 def check(case: Case, impls: Mapping[str, Function], device: torch.device) -> dict[str, float]:
     """The error of each; those that fail are told and left out."""
@@ -186,58 +179,60 @@ def copies_of(case: Case, rates: Rates) -> int:
     return max(1, min(MOST_COPIES, cold, quick))
 
 
-def compare(case: Case, rates: Rates, device: torch.device, peers: Sequence[str] | None = None,
-            timer: Timer = time_in_turns) -> list[Row]:  # fmt: skip
-    """Rows of general.json. peers: names of those wanted (None: all)."""
-    impls: dict[str, Function] = {"billfish": case.run}
-    impls |= {
-        name: peer
-        for name, peer in case.peers.items()
-        if is_there(name) and (peers is None or name in peers)
-    }
+def measure(
+    case: Case, rates: Rates, device: torch.device, peers: Sequence[str] | None = None,
+    settings: bool = True, timer: Timer = time_in_turns,
+) -> tuple[list[Row], list[Row]]:  # fmt: skip
+    """Rows of general.json and of ablation_general.json, all timed in the same turns.
+
+    peers: names of those wanted (None: all). settings: whether techniques are switched off too.
+    """
+    impls = functions(case, peers, settings)
     errors = check(case, impls, device)
     right = {name: impls[name] for name, error in errors.items() if error <= case.limit}
     times, eager = timed(case, right, rates, device, timer)
-    floor = rates.floor_us(case)
-    rows = []
+    floor = round(rates.floor_us(case), 2)
+    switched = {
+        f"{technique}: {setting}": (technique, setting)
+        for technique, each in case.settings.items() for setting in each
+    }  # fmt: skip
+    wrong = [name for name in switched if name in errors and name not in right]
+    if wrong:
+        print(f"{case.name}: wrong results, not timed: {', '.join(wrong)}")
+    rows, ablation = [], []
     for name, error in errors.items():
-        row: Row = {
-            "kernel": case.kernel, "domain": case.domain, "size": case.size,
-            "dtype": dtype_name(case.dtype), "impl": name, "bytes": case.read + case.written,
-            "flops": case.flops, "floor_us": round(floor, 2),
-            "rel_err": float(f"{error:.2e}") if math.isfinite(error) else None,
-        }  # fmt: skip
+        took = {}
         if name in times:
-            us, spread = times[name]
-            row |= {"us": round(us, 2), "spread": round(spread, 3), "graph": name not in eager}
-        rows.append(row)
-    return rows
+            took = {"us": round(times[name][0], 2), "spread": round(times[name][1], 3)}
+        if name not in switched:
+            row: Row = {
+                "kernel": case.kernel, "domain": case.domain, "size": case.size,
+                "dtype": dtype_name(case.dtype), "impl": name, "bytes": case.read + case.written,
+                "flops": case.flops, "floor_us": floor,
+                "rel_err": float(f"{error:.2e}") if math.isfinite(error) else None,
+            }  # fmt: skip
+            rows.append(row | took | ({"graph": name not in eager} if took else {}))
+        if took and settings and case.settings and name in {"billfish", *switched}:
+            technique, setting = switched.get(name, ("all", "on"))
+            ablation.append({
+                "family": "general", "domain": case.domain, "kernel": case.kernel,
+                "technique": technique, "setting": setting,
+                "case": f"{case.size} {dtype_name(case.dtype)}", **took,
+                "bytes": case.read + case.written, "floor_us": floor,
+            })  # fmt: skip
+    return rows, ablation
+
+
+def compare(case: Case, rates: Rates, device: torch.device, peers: Sequence[str] | None = None,
+            timer: Timer = time_in_turns) -> list[Row]:  # fmt: skip
+    """Rows of general.json."""
+    return measure(case, rates, device, peers, False, timer)[0]
 
 
 def ablate(case: Case, rates: Rates, device: torch.device,
            timer: Timer = time_in_turns) -> list[Row]:  # fmt: skip
     """Rows of ablation_general.json: technique "all", as the kernel is, then each switched."""
-    impls = {("all", "on"): case.run} | {
-        (technique, setting): function
-        for technique, settings in case.settings.items()
-        for setting, function in settings.items()
-    }
-    names = {f"{technique}: {setting}": key for key in impls for technique, setting in [key]}
-    errors = check(case, {name: impls[key] for name, key in names.items()}, device)
-    wrong = [name for name, error in errors.items() if not error <= case.limit]
-    if wrong:
-        print(f"{case.name}: wrong results, not timed: {', '.join(wrong)}")
-    right = {name: impls[names[name]] for name in errors if name not in wrong}
-    times, _ = timed(case, right, rates, device, timer)
-    floor = rates.floor_us(case)
-    return [
-        {"family": "general", "domain": case.domain, "kernel": case.kernel,
-         "technique": names[name][0], "setting": names[name][1],
-         "case": f"{case.size} {dtype_name(case.dtype)}", "us": round(us, 2),
-         "spread": round(spread, 3), "bytes": case.read + case.written,
-         "floor_us": round(floor, 2)}
-        for name, (us, spread) in times.items()
-    ]  # fmt: skip
+    return measure(case, rates, device, [], True, timer)[1]
 
 
 def missing(cases: Sequence[Case]) -> list[str]:
@@ -285,30 +280,38 @@ def ablation_table(rows: Sequence[Row]) -> str:
 
 def main(arguments: list[str]) -> None:
     options = _parse(arguments)
-    cases = all_cases([name for name in options.kernels.split(",") if name], options.quick)
+    names = tuple(name for name in options.kernels.split(",") if name)
+    cases = all_cases(names, options.quick)
     peers = None if options.peers is None else options.peers.split(",")
     head = record.environment("billfish bench general " + " ".join(arguments), PACKAGES)
     head["versions"] |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     head["missing"] = missing(cases)
-    measures: dict[str, Callable[..., list[Row]]] = {}
-    if options.out:
-        measures[options.out] = partial(compare, peers=peers, timer=time_in_turns)
-    if options.ablation:
-        measures[options.ablation] = partial(ablate, timer=time_in_turns)
-    rows = {path: _kept(path, head, cases) if options.keep else [] for path in measures}
-    rates = Rates.measured()
     began = time.monotonic()
+    if options.jobs:
+        wanted = (names, options.quick)
+        until = time.time() + options.time_limit
+        for line in compile_all(wanted, DEVICE, peers, bool(options.ablation), options.jobs, until):
+            print(line)
+        print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
+    if options.compile_only:
+        return
+    paths = [path for path in (options.out, options.ablation) if path]
+    rows = {path: _kept(path, head, cases) if options.keep else [] for path in paths}
+    rates = Rates.measured()
     for index, case in enumerate(cases):
         if time.monotonic() - began > options.time_limit:
             print(f"out of time before {case.name}; --kernels and --keep go on from here")
             break
         print(f"[{index + 1}/{len(cases)}] {case.name}", flush=True)
         started = time.monotonic()
-        for path, measure in measures.items():
-            if path == options.ablation and not case.settings:
-                continue
-            rows[path] += _measured(case, partial(measure, case, rates, DEVICE))
-            record.write(path, head | {"rates": rates.as_json()}, rows[path])
+        found = _measured(
+            case, partial(measure, case, rates, DEVICE, peers if options.out else [],
+                          bool(options.ablation), time_in_turns),
+        )  # fmt: skip
+        for path, more in zip((options.out, options.ablation), found, strict=True):
+            if path:
+                rows[path] += more
+                record.write(path, head | {"rates": rates.as_json()}, rows[path])
         print(f"  {time.monotonic() - started:.1f} s", flush=True)
         torch._dynamo.reset()
         if not _sound():
@@ -321,13 +324,15 @@ def main(arguments: list[str]) -> None:
         print(f"not installed here: {', '.join(head['missing'])}")
 
 
-def _measured(case: Case, measure: Callable[[], list[Row]]) -> list[Row]:
+def _measured(
+    case: Case, measure: Callable[[], tuple[list[Row], list[Row]]]
+) -> tuple[list[Row], list[Row]]:
     """A case that fails is told; the others go on."""
     try:
         return measure()
     except Exception as problem:
         print(f"{case.name}: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
-        return []
+        return [], []
 
 
 def _sound() -> bool:
@@ -366,9 +371,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     cli.add_argument("--quick", action="store_true", help="one size of each kernel")
     cli.add_argument("--keep", action="store_true", help="keep what the files have of others")
     cli.add_argument("--time-limit", type=float, default=540, help="start no case after (s)")
+    cli.add_argument("--jobs", type=int, default=0, help="processes that compile first (none: 0)")
+    cli.add_argument("--compile-only", action="store_true", help="compile, and time nothing")
     options = cli.parse_args(arguments)
     if not (options.out or options.ablation):
         cli.error("say where results go: --out FILE, --ablation FILE or both")
+    if options.jobs < 0 or (options.compile_only and not options.jobs):
+        cli.error("--compile-only needs --jobs, 1 or more")
     return options
 
 

@@ -106,6 +106,14 @@ def dtype_name(dtype: Math) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def fresh(inputs: Inputs) -> Inputs:
+    """Inputs that an operation in place may change."""
+    return tuple(
+        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        for x in inputs
+    )
+
+
 def is_there(peer: str) -> bool:
     """Whether this machine has what a peer of that name needs."""
     module = MODULES.get(peer.split()[0])

@@ -41,8 +41,11 @@ def test_a_case(case, monkeypatch):
 
 def test_a_whole_run(tmp_path):
     out, ablation = tmp_path / "general.json", tmp_path / "ablation.json"
-    bench.main(["--kernels", "transpose", "--quick", "--peers", "torch", "--out", str(out),
-                "--ablation", str(ablation)])  # fmt: skip
+    options = ["--kernels", "transpose", "--quick", "--peers", "torch", "--out", str(out),
+               "--ablation", str(ablation), "--jobs", "1"]  # fmt: skip
+    bench.main([*options, "--compile-only"])
+    assert not out.exists()
+    bench.main(options)
     for path in (out, ablation):
         found = bench.json.loads(path.read_text())
         assert len(found["rows"]) == 2

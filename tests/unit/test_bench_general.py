@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from billfish.bench import general as bench
-from billfish.bench import general_case
+from billfish.bench import general_case, general_compile
 from billfish.bench.general_case import Case, relative_error
 from billfish.errors import ConfigError
 
@@ -63,6 +63,45 @@ def test_rows_of_an_ablation(capsys):
     line = bench.ablation_table(rows).split()
     assert line == ["double", "1000", "float32", "2500.0", "vector", "loads:", "off", "5000.0",
                     "2.00"]  # fmt: skip
+
+
+def test_peers_and_techniques_are_timed_in_the_same_turns():
+    rows, ablation = bench.measure(doubled(), RATES, CPU, timer=timer)
+    assert [(row["impl"], row.get("us")) for row in rows] == [
+        ("billfish", 2500.0), ("torch", 5000.0), ("off", None),
+    ]  # fmt: skip
+    assert [(row["technique"], row["us"]) for row in ablation] == [
+        ("all", 2500.0), ("vector loads", 7500.0),
+    ]  # fmt: skip
+    assert bench.measure(doubled(settings={}), RATES, CPU, timer=timer)[1] == []
+
+
+def test_compilation_calls_what_is_timed_once():
+    called = []
+    case = doubled(
+        run=lambda x: called.append("run"), settings={"fused": {"off": lambda x: called.append(x)}},
+        peers={"torch": lambda x: called.append("torch"), "broken": lambda x: 1 / 0},
+    )  # fmt: skip
+    calls = general_compile.functions(case, None, False)
+    failed = general_compile.first_calls(case, calls, CPU)
+    assert called == ["run", "torch"]
+    assert failed == ["double 1000 float32, broken: ZeroDivisionError: division by zero"]
+    calls = general_compile.functions(case, ["broken"], True)
+    assert list(calls) == ["billfish", "broken", "fused: off"]
+
+
+def test_compilation_ends_when_its_time_does():
+    """In processes of their own, each of which finds its case by number."""
+    wanted = (("transpose",), False)
+    lines = general_compile.compile_all(wanted, CPU, None, True, 1, until=0.0)
+    assert [line.partition(":")[0] for line in lines] == [c.name for c in bench.all_cases(*wanted)]
+
+
+def test_compilation_alone_needs_processes(capsys):
+    for options in (["--compile-only"], ["--jobs", "-1"]):
+        with pytest.raises(SystemExit):
+            bench.main(["--out", "x.json", *options])
+        assert "--jobs, 1 or more" in capsys.readouterr().err
 
 
 def test_the_floor_is_the_slower_of_memory_and_arithmetic():

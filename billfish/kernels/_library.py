@@ -141,6 +141,13 @@ def check_activation(name: str, tensor: torch.Tensor) -> None:
         raise bad_argument(name, tensor.dtype, "float32, bfloat16 or float16")
     if not (tensor.is_cpu or tensor.is_cuda):
         raise bad_argument(f"{name}.device", tensor.device, "cpu or cuda")
+    check_dense(name, tensor)
+
+
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a sparse tensor."""
+    if tensor.layout is not torch.strided:
+        raise bad_argument(name, tensor.layout, "a tensor that is not sparse")
 
 
 def check_no_grad(name: str, tensor: torch.Tensor) -> None:
@@ -150,7 +157,10 @@ def check_no_grad(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_like(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Refuse a tensor whose dtype or device is not that of another."""
+    """Refuse what is no tensor, and one whose dtype or device is not that of another."""
+    if not isinstance(tensor, torch.Tensor):
+        raise bad_argument(name, type(tensor).__name__, "a tensor")
+    check_dense(name, tensor)
     if tensor.dtype != other.dtype:
         raise bad_argument(name, tensor.dtype, f"the dtype of {other_name}, {other.dtype}")
     if tensor.device != other.device:

@@ -5,10 +5,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from billfish.kernels._library import bad_argument, check_no_grad
+from billfish.kernels._library import bad_argument, check_dense, check_no_grad, check_tensors
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of so many bytes, to move elements of any dtype by."""
 
 OPERATORS = ("sum", "max", "min")
 COMBINE: dict[str, Callable[..., Tensor]] = {
@@ -22,6 +25,7 @@ def check_device(name: str, tensor: Tensor) -> None:
     """Refuse a tensor that is neither on a CPU nor on a CUDA device."""
     if not (tensor.is_cpu or tensor.is_cuda):
         raise bad_argument(f"{name}.device", tensor.device, "cpu or cuda")
+    check_dense(name, tensor)
 
 
 def check_numbers(name: str, tensor: Tensor) -> None:
@@ -35,6 +39,8 @@ def check_numbers(name: str, tensor: Tensor) -> None:
 
 
 def check_same_device(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    check_tensors(**{name: tensor})
+    check_dense(name, tensor)
     if tensor.device != other.device:
         raise bad_argument(f"{name}.device", tensor.device, f"that of {other_name}, {other.device}")
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from billfish.kernels._library import bad_argument, check_no_grad, number
-from billfish.kernels.general._arguments import check_device, check_same_device
+from billfish.kernels.general._arguments import FLOATS, check_device, check_same_device
 
 IMAGES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 MODES = ("constant", "reflect", "replicate", "circular")
@@ -32,7 +32,7 @@ def check_weights(name: str, weights: Tensor, dims: int, x: Tensor) -> None:
     odd = all(size % 2 == 1 and size <= MOST for size in weights.shape)
     if weights.dim() != dims or not odd:
         raise bad_argument(name, tuple(weights.shape), f"{dims} odd sizes up to {MOST}")
-    if not weights.is_floating_point():
+    if weights.dtype not in FLOATS:
         raise bad_argument(name, weights.dtype, "floats")
     check_same_device(name, weights, "x", x)
     check_no_grad(name, weights)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from billfish.kernels._library import bad_argument, check_activation, check_like, register
+from billfish.kernels.general._arguments import check_same_device
 
 
 def adamw_reference(
@@ -85,9 +86,9 @@ def adamw_step(
     check_activation("param", param)
     check_like("grad", grad, "param", param)
     for name, tensor in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        if tensor.dtype != torch.float32 or tensor.device != param.device:
-            got = f"{tensor.dtype} on {tensor.device}"
-            raise bad_argument(name, got, f"torch.float32 on {param.device}")
+        check_same_device(name, tensor, "param", param)
+        if tensor.dtype != torch.float32:
+            raise bad_argument(name, tensor.dtype, "torch.float32")
     for name, tensor in (
         ("param", param), ("grad", grad), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq),
     ):  # fmt: skip

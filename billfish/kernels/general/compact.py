@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from billfish.kernels._library import bad_argument, check_no_grad, register
-from billfish.kernels.general._arguments import check_device, check_same_device
+from billfish.kernels._library import bad_argument, check_no_grad, check_tensors, register
+from billfish.kernels.general._arguments import BITS, check_device, check_same_device
 
 
 def compact_reference(x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,10 +25,11 @@ def compact_reference(x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cpu(x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-    kept = torch.masked_select(x, keep)
-    out = torch.zeros(x.shape, dtype=x.dtype)
+    bits = x.view(BITS[x.dtype.itemsize])
+    kept = torch.masked_select(bits, keep)
+    out = torch.zeros(x.shape, dtype=bits.dtype)
     out[: len(kept)] = kept
-    return out, torch.tensor([len(kept)], dtype=torch.int64)
+    return out.view(x.dtype), torch.tensor([len(kept)], dtype=torch.int64)
 
 
 def _fake(x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,13 +54,14 @@ def compact(x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises KernelArgumentError: dtype, device or shape is wrong, or x requires a gradient.
     """
+    check_tensors(x=x)
     if x.dim() != 1 or x.shape[0] >= 2**31:
         raise bad_argument("x", tuple(x.shape), "[n], n < 2^31")
     if x.dtype.itemsize not in (1, 2, 4, 8):
         raise bad_argument("x", x.dtype, "elements of 1, 2, 4 or 8 bytes")
     check_device("x", x)
+    check_same_device("keep", keep, "x", x)
     if keep.dtype != torch.bool or keep.shape != x.shape:
         raise bad_argument("keep", f"{keep.dtype} {tuple(keep.shape)}", f"bool {tuple(x.shape)}")
-    check_same_device("keep", keep, "x", x)
     check_no_grad("x", x)
-    return _compact(x, keep)
+    return _compact(x.resolve_conj().resolve_neg(), keep)

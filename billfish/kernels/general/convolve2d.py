@@ -141,7 +141,7 @@ def gaussian(
 ) -> Tensor:
     """The weights of a Gaussian at -radius..radius, float64, of sum 1: a side of a blur.
 
-    sigma: in pixels; radius: 3 sigma, rounded up, if not given.
+    sigma: in pixels; radius: 3 sigma, rounded up, if not given. Deterministic.
 
     Raises KernelArgumentError: sigma is not a positive number, or the window exceeds 31.
     """

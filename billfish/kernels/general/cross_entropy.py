@@ -276,9 +276,9 @@ def linear_cross_entropy(
     check_activation("x", x)
     if x.dim() != 2:
         raise bad_argument("x", tuple(x.shape), "[N, D]")
+    check_like("weight", weight, "x", x)
     if weight.dim() != 2 or weight.shape[1] != x.shape[1] or not weight.shape[0]:
         raise bad_argument("weight", tuple(weight.shape), f"[V, {x.shape[1]}]")
-    check_like("weight", weight, "x", x)
     check_same_device("target", target, "x", x)
     if chunk is None:
         chunk = max(SHORTEST_CHUNK, x.shape[1])

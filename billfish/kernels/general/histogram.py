@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from billfish.kernels._library import bad_argument, register
+from billfish.kernels._library import bad_argument, number, register
 from billfish.kernels.general._arguments import FLOATS, check_numbers
 
 
@@ -80,8 +80,9 @@ def histogram(x: Tensor, bins: int, low: float | None = None, high: float | None
         if low is not None or high is not None:
             raise bad_argument("low and high", (low, high), "none for integers")
         return _histogram(x.reshape(-1), bins, 0.0, 1.0)
+    low, high = (None if end is None else number("low and high", end) for end in (low, high))
     if low is None or high is None or not low < high or not math.isfinite(bins / (high - low)):
         raise bad_argument("low and high", (low, high), "finite numbers, low < high")
     if not math.isfinite(high - low):
         raise bad_argument("low and high", (low, high), "finite numbers")
-    return _histogram(x.reshape(-1), bins, float(low), bins / (high - low))
+    return _histogram(x.reshape(-1), bins, low, bins / (high - low))

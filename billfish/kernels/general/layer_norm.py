@@ -155,12 +155,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     Raises KernelArgumentError: dtype, device or shape of an argument is wrong, eps is negative.
     """
     check_activation("x", x)
-    for name, vector in (("weight", weight), ("bias", bias)):
-        if vector is None:
-            continue
+    vectors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    for name, vector in vectors.items():
+        check_like(name, vector, "x", x)
         if x.dim() == 0 or vector.shape != x.shape[-1:] or not vector.numel():
             raise bad_argument(name, tuple(vector.shape), f"[D] for x {tuple(x.shape)}")
-        check_like(name, vector, "x", x)
-    if not eps >= 0:
+    if not isinstance(eps, (int, float)) or not eps >= 0:
         raise bad_argument("eps", eps, "a number that is not negative")
     return _layer_norm(x, weight, bias, eps)

@@ -264,7 +264,10 @@ def market_paths(
     steps: int = 1, dividend: Number = 0.0, seed: int = 0,
     device: torch.device | str | None = None,
 ) -> Tensor:  # fmt: skip
-    """The paths that `option_price` walks: float32 [..., steps, paths], terms' shape in front."""
+    """The paths that `option_price` walks: float32 [..., steps, paths], terms' shape in front.
+
+    Deterministic, and raises KernelArgumentError, as `option_price` does.
+    """
     _check_counts(paths, steps, seed)
     contracts, shape = _contracts(
         device, spot=spot, strike=0.0, rate=rate, volatility=volatility, maturity=maturity,
@@ -278,11 +281,15 @@ def black_scholes(
     call: bool = True, dividend: Number = 0.0,
 ) -> Tensor:  # fmt: skip
     """The European option's price in closed form, float64 (Black & Scholes, 1973; with a continuous
-    dividend, Merton, 1973). Terms as of `option_price`; volatility, maturity and strike above 0."""
-    s, k, r, v, t, q = (
-        torch.as_tensor(x, dtype=torch.float64)
-        for x in (spot, strike, rate, volatility, maturity, dividend)
-    )
+    dividend, Merton, 1973). Terms as of `option_price`; volatility, maturity and strike above 0.
+
+    Deterministic. Raises KernelArgumentError: as `option_price`, of its terms.
+    """
+    contracts, shape = _contracts(
+        None, spot=spot, strike=strike, rate=rate, volatility=volatility, maturity=maturity,
+        dividend=dividend,
+    )  # fmt: skip
+    s, k, r, v, t, q = (term.view(shape) for term in contracts.unbind(1))
     spread = v * t.sqrt()
     d1 = (torch.log(s / k) + (r - q + v * v / 2) * t) / spread
     sign = 1.0 if call else -1.0

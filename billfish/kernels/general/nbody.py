@@ -117,6 +117,8 @@ def leapfrog_step(
     second evaluation). Second order, and symplectic: errors of the energy stay bounded (Hockney &
     Eastwood, Computer Simulation Using Particles, 1988). A step of -dt leads back.
 
+    Deterministic as `nbody_acceleration` is.
+
     Raises KernelArgumentError: as `nbody_acceleration`, or velocity or acceleration is of another
     shape, dtype or device than position.
     """

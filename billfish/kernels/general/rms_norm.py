@@ -66,17 +66,19 @@ def rms_norm(
     rounded sum, so that it is exactly the norm of what the next layer adds to. Results are new,
     contiguous tensors. Differentiable once (`layer_norm.py`).
 
+    Deterministic, forward and backward.
+
     Raises KernelArgumentError: dtype, device or shape of an argument is wrong, eps is negative.
     """
     check_activation("x", x)
+    check_like("weight", weight, "x", x)
     if weight.dim() != 1 or x.dim() == 0 or weight.shape[0] != x.shape[-1] or x.shape[-1] == 0:
         raise bad_argument("weight", tuple(weight.shape), f"[D] for x {tuple(x.shape)}")
-    check_like("weight", weight, "x", x)
-    if not eps >= 0:
+    if not isinstance(eps, (int, float)) or not eps >= 0:
         raise bad_argument("eps", eps, "a number that is not negative")
     if residual is None:
         return _rms_norm(x, weight, eps)
+    check_like("residual", residual, "x", x)
     if residual.shape != x.shape:
         raise bad_argument("residual", tuple(residual.shape), f"the shape of x, {tuple(x.shape)}")
-    check_like("residual", residual, "x", x)
     return _add_rms_norm(x, residual, weight, eps)

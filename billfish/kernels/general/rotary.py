@@ -14,6 +14,7 @@ from torch import Tensor
 from billfish.kernels._library import (
     bad_argument,
     check_activation,
+    check_dense,
     check_like,
     check_no_grad,
     check_tensors,
@@ -152,6 +153,8 @@ def rotary_embedding(
         got = f"{cos_sin.dtype} {tuple(cos_sin.shape)}"
         raise bad_argument("cos_sin", got, "float32 [max_pos, rotary_dim]")
     check_no_grad("cos_sin", cos_sin)
+    check_dense("positions", positions)
+    check_dense("cos_sin", cos_sin)
     rotary_dim = cos_sin.shape[1]
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise bad_argument("cos_sin", tuple(cos_sin.shape), f"rotary_dim even, 2 to {head_dim}")

@@ -17,7 +17,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from billfish.kernels._library import bad_argument, check_activation, check_no_grad, register
+from billfish.kernels._library import (
+    bad_argument,
+    check_activation,
+    check_dense,
+    check_no_grad,
+    register,
+)
+from billfish.kernels.general._arguments import FLOATS, INTEGERS
 from billfish.kernels.general.sort import sort
 
 NO_TOKEN = -1
@@ -185,7 +192,8 @@ def _column(
     expected += "" if most is None else f", {most:g} or less"
     if isinstance(value, Tensor):
         check_no_grad(name, value)
-        wrong = value.is_complex() or (dtype == torch.int64 and value.is_floating_point())
+        check_dense(name, value)
+        wrong = value.dtype not in (FLOATS + INTEGERS if dtype == torch.float64 else INTEGERS)
         if value.shape != (rows,) or value.device != logits.device or wrong:
             got = f"{value.dtype} {tuple(value.shape)} on {value.device}"
             raise bad_argument(name, got, f"{dtype} [{rows}] on {logits.device}")

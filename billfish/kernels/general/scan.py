@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from billfish.kernels._library import register
+from billfish.kernels._library import bad_argument, register
 from billfish.kernels.general._arguments import (
     COMBINE,
     check_numbers,
@@ -82,6 +82,9 @@ def scan(
     """
     check_numbers("x", x)
     check_operator(op)
+    for name, flag in (("exclusive", exclusive), ("deterministic", deterministic)):
+        if not isinstance(flag, bool):
+            raise bad_argument(name, flag, "True or False")
     dim = dimension(dim, x)
     moved = x.movedim(dim, -1)
     rows = moved.reshape(moved.shape[:-1].numel(), moved.shape[-1])

@@ -80,10 +80,10 @@ def segment_reduce(x: Tensor, offsets: Tensor, op: str = "sum") -> Tensor:
     check_operator(op)
     if x.dim() != 1:
         raise bad_argument("x", tuple(x.shape), "[n]")
+    check_same_device("offsets", offsets, "x", x)
     if offsets.dtype not in (torch.int32, torch.int64) or offsets.dim() != 1 or not len(offsets):
         got = f"{offsets.dtype} {tuple(offsets.shape)}"
         raise bad_argument("offsets", got, "int32 or int64 [segments + 1]")
-    check_same_device("offsets", offsets, "x", x)
     if offsets.is_cpu and not torch.compiler.is_compiling() and type(offsets) is Tensor:
         inside = int(offsets[0]) >= 0 and int(offsets[-1]) <= len(x)
         if not inside or bool((offsets.diff() < 0).any()):

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from billfish.kernels._library import bad_argument, check_no_grad, check_tensors, register
-from billfish.kernels.general._arguments import check_numbers, check_same_device, dimension
+from billfish.kernels.general._arguments import BITS, check_numbers, check_same_device, dimension
 
 _GPU = "billfish.kernels.general.sort_gpu"
 _HALF = (torch.bfloat16, torch.float16)
@@ -71,9 +71,7 @@ def _pairs_cpu(keys: Tensor, values: Tensor, descending: bool) -> tuple[Tensor, 
 
 def _gathered(x: Tensor, places: Tensor) -> Tensor:
     """Bits as they are: sorting or gathering half floats, torch changes those of NaN."""
-    if x.dtype not in _HALF:
-        return x.gather(-1, places)
-    return x.resolve_neg().view(torch.int16).gather(-1, places).view(x.dtype)
+    return x.view(BITS[x.dtype.itemsize]).gather(-1, places).view(x.dtype)
 
 
 def _fake(keys: Tensor, descending: bool) -> Tensor:
@@ -120,6 +118,7 @@ def sort(
     gradient.
     """
     check_numbers("keys", keys)
+    keys = keys.resolve_neg()
     dim = dimension(dim, keys)
     if keys.shape[dim] >= 2**31:
         raise bad_argument("keys", tuple(keys.shape), "less than 2^31 along dim")
@@ -131,6 +130,7 @@ def sort(
         raise bad_argument("values", got, f"1, 2, 4 or 8 bytes each, {tuple(keys.shape)}")
     check_same_device("values", values, "keys", keys)
     check_no_grad("values", values)
+    values = values.resolve_conj().resolve_neg()
     moved = _sort_pairs(_rows(keys, dim), _rows(values, dim), bool(descending))
     return _turned(moved[0], keys, dim), _turned(moved[1], keys, dim)
 

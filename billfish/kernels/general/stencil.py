@@ -123,9 +123,9 @@ def heat_equation(
 
     Deterministic: the same bits from run to run.
 
-    Raises KernelArgumentError: dtype, device or shape is wrong, steps is negative, the rates are
-    negative or come to more than 1/2 (where the scheme is unstable), the boundary is none of the
-    above, a value is given to another than dirichlet's, or x requires a gradient.
+    Raises KernelArgumentError: dtype, device or shape is wrong, steps is negative or 2^31 or more,
+    the rates are negative or come to more than 1/2 (where the scheme is unstable), the boundary is
+    none of the above, a value is given to another than dirichlet's, or x requires a gradient.
     """
     check_tensors(x=x)
     listed = isinstance(rate, Sequence) and not isinstance(rate, str)
@@ -137,8 +137,8 @@ def heat_equation(
     check_no_grad("x", x)
     if len(rates) != 3 or not all(r >= 0 for r in rates) or not sum(rates) <= 0.5:
         raise bad_argument("rate", rate, "one or three of 0 or more whose sum is 1/2 at most")
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-        raise bad_argument("steps", steps, "0 or more")
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < 2**31:
+        raise bad_argument("steps", steps, "0 to 2^31 - 1")
     if boundary not in BOUNDARIES:
         raise bad_argument("boundary", repr(boundary), " or ".join(BOUNDARIES))
     if value != 0.0 and boundary != "dirichlet":

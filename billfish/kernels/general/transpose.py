@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from billfish.kernels._library import bad_argument, check_no_grad, register
+from billfish.kernels._library import bad_argument, check_no_grad, check_tensors, register
 from billfish.kernels.general._arguments import check_device
 
 
@@ -46,12 +46,14 @@ def transpose(x: Tensor) -> Tensor:
     Raises KernelArgumentError: fewer than two dimensions, elements of another size, a wrong device,
     or x requires a gradient.
     """
+    check_tensors(x=x)
     if x.dim() < 2:
         raise bad_argument("x", tuple(x.shape), "[..., M, N]")
     if x.dtype.itemsize not in (1, 2, 4, 8):
         raise bad_argument("x", x.dtype, "elements of 1, 2, 4 or 8 bytes")
     check_device("x", x)
     check_no_grad("x", x)
+    x = x.resolve_conj().resolve_neg()
     m, n = x.shape[-2:]
     out = _transpose(x.reshape(x.shape[:-2].numel(), m, n))
     return out.view((*x.shape[:-2], n, m))

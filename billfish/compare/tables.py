@@ -55,18 +55,19 @@ def _counted_and_recorded(document: Json) -> str:
 
 
 def techniques(document: Json) -> str:
-    """The least and the most that each technique of a general kernel is worth."""
+    """Where each technique of a general kernel is, and the least and the most that it is worth."""
     lines = [
-        table_row(["technique", "cases", "time without it / time with it"]),
-        table_row(["---", "--:", "--:"]),
+        table_row(["technique", "code", "cases", "time without it / time with it"]),
+        table_row(["---", "---", "--:", "--:"]),
     ]
-    found = [t for t in document["families"]["general"]["techniques"] if t["cases"]]
-    for technique in found:
+    for technique in document["families"]["general"]["techniques"]:
         ratios = [case["ratio"] for case in technique["cases"]]
-        ends = dict.fromkeys(shown(f(ratios), "x") for f in (min, max))
-        lines.append(table_row([technique["name"], str(len(ratios)), f"{' to '.join(ends)}x"]))
-    if not found:
-        return f"{NOT_YET.capitalize()}."
+        ends = dict.fromkeys(shown(f(ratios), "x") for f in (min, max)) if ratios else {}
+        worth = f"{' to '.join(ends)}x" if ends else NOT_YET
+        code = ", ".join(f"[`{c['symbol']}`](../{c['file']})" for c in technique["code"])
+        lines.append(table_row([technique["name"], code, str(len(ratios)), worth]))
+    if "ablation_general" not in document["records"]:
+        return "\n".join(lines)
     return "\n".join([*lines, "", source_of(document, "ablation_general")])
 
 

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from billfish.compare import links
+from billfish.compare.catalogue import FAMILIES as CATALOGUE
+from billfish.compare.catalogue import KINDS
+from billfish.compare.topics import benchmarked
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
@@ -31,7 +34,21 @@ def test_links_lead_to_files(page):
             assert place in slugs, target
 
 
-@pytest.mark.parametrize("page", ["w4a16.md", "paged_attention.md"])
+@pytest.mark.parametrize("family", CATALOGUE, ids=lambda family: family.name)
+def test_the_page_of_a_family_explains_its_techniques(family):
+    """Each has a diagram, or shares one, and its code is linked."""
+    page = (ROOT / family.page).read_text()
+    linked = set(re.findall(r"\]\(\.\./([\w/]+\.py)\)", page))
+    explained = re.findall(r"^\*\*(.+?)\*\*.*?(?=^\*\*|^#)", page, re.MULTILINE | re.DOTALL)
+    drawn = re.findall(r"^\*\*(?:(?!^\*\*|^#)[\s\S])*?^```\n", page.replace("\r", ""), re.MULTILINE)
+    assert len(explained) == len(drawn) >= 5
+    for technique in family.techniques or benchmarked():
+        files = {links.resolve(name)["file"] for name in technique.code}
+        assert files & linked, technique
+        assert family.techniques or f"**{KINDS[technique.kind]}.**" in page
+
+
+@pytest.mark.parametrize("page", ["w4a16.md", "paged_attention.md", "general.md"])
 def test_links_name_symbols_of_their_files(page):
     checked = 0
     for words, target in found(ROOT / "docs" / page):

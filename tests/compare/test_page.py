@@ -138,6 +138,52 @@ def test_no_other_figures_are_visible(complete):
         assert not re.search(r"\d", rest), (text, rest)
 
 
+COMPARED = {
+    "marlin": (
+        "Asynchronous loads", "Circular queue in shared memory", "Stream-K", "Double buffering",
+        "Weights leave L2 first", "Activations stay in L2", "Programmatic dependent launch",
+    ),
+    "paged_attention": (
+        "Fused write", "Fused block read", "One-launch block copy", "Split-KV", "GQA packing",
+    ),
+}  # fmt: skip
+DRAWN = (
+    "Roofline: every kernel", "How near every kernel comes to its floor",
+    "What each technique is worth", "Speed-up over FP16 by number of tokens",
+    "Block tables of three sequences", "Loads, dequantization and products of a queue in time",
+    "Decode beside attention over a contiguous cache", "beside the best of their peers",
+)  # fmt: skip
+
+
+def test_what_is_compared_and_drawn(document):
+    """Every technique of the families has its row, with a link to code; every picture is there."""
+    html = report.page(document)
+    labels = re.findall(r'<svg[^>]*aria-label="([^"]+)"', html)
+    for title in DRAWN:
+        assert any(title in label for label in labels), title
+    assert "ideal: 4x fewer bits" in html
+    for family, names in COMPARED.items():
+        found = {t["name"]: t for t in document["families"][family]["techniques"]}
+        for name in names:
+            assert found[name]["code"]
+            assert found[name]["switch"]
+            assert f">{name}<" in html
+    kinds = {t["kind"] for t in document["families"]["general"]["techniques"]}
+    assert kinds >= {"coalesced", "shared", "fused", "cached"}
+    for name, family in document["families"].items():
+        for row in ("function", "focus", "memory", "techniques", "performance", "uses"):
+            assert family["claims"][row], (name, row)
+
+
+def test_every_kernel_recorded_is_under_the_roof(document, recorded):
+    drawn = {(p["family"], p["kernel"]) for p in document["charts"]["kernels"]}
+    timed = [r for r in recorded["general"].rows if r["impl"] == "billfish" and "us" in r]
+    assert {("general", row["kernel"]) for row in timed} <= drawn
+    modes = {r["mode"] for r in recorded["attention"].rows if r["impl"] == "billfish"}
+    assert {("paged_attention", mode) for mode in modes} <= drawn
+    assert ("marlin", "INT4 product") in drawn
+
+
 def test_a_changed_figure_changes_the_page(document):
     place = "/families/marlin/techniques/2/cases/0/without_us"
     before = report.page(document)

@@ -25,7 +25,7 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/billfish demo
 
-test: $(VENV)/.dev .cache/vocabs/.done .cache/clients/.done
+test: $(VENV)/.dev .cache/vocabs/.done .cache/clients/.done .cache/triton-3.7.1/.done
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 25
 
 lint: $(VENV)/.dev
@@ -86,6 +86,14 @@ LM_EVAL_NEEDS := aiohttp jinja2 numpy pyyaml requests tenacity tqdm typing_exten
 	.cache/clients/bin/python -m pip install --disable-pip-version-check --quiet --no-compile \
 		--no-deps $(LM_EVAL) && touch $@ || \
 	echo "Could not install them: the tests with other clients are skipped"
+
+# A later release of Triton, which the kernels of Hopper GPUs are compiled by too; without it those
+# tests are skipped.
+.cache/triton-3.7.1/.done: $(VENV)/.dev
+	@echo "Installing Triton 3.7.1 into .cache/triton-3.7.1"
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile \
+		--upgrade --target .cache/triton-3.7.1 triton==3.7.1 && touch $@ || \
+	echo "Could not install it: the tests that compile with it are skipped"
 
 clean:
 	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -36,6 +36,8 @@ from billfish.bench.block_movement import movement
 from billfish.bench.turns import Call, time_in_turns
 from billfish.kernels.paged_attention import AttentionMetadata, attend
 
+MODES = ("decode", "ragged", "prefill", "chunk", "mixed", "move")
+
 
 def ours(batch: Batch) -> list[Call]:
     """`attend` over each copy of the batch; planning is outside."""
@@ -112,11 +114,18 @@ def main(arguments: list[str]) -> None:
     cli.add_argument("--out", required=True, help="JSON file to write")
     cli.add_argument("--peers", help="folder with the peers' libraries")
     cli.add_argument("--heads", default="32/8,64/8,32/32", help="query/KV heads, comma-separated")
-    cli.add_argument("--modes", default="decode,ragged,prefill,chunk,mixed,move")
+    cli.add_argument("--modes", default=",".join(MODES), help="kinds of cases, not of --ablation")
     cli.add_argument("--only", default="", help="cases whose names hold this")
     cli.add_argument("--most-gb", type=float, default=40, help="leave out larger KV")
     cli.add_argument("--ablation", action="store_true", help="time techniques, not peers")
     options = cli.parse_args(arguments)
+    modes = options.modes.split(",")
+    if not set(modes) <= set(MODES):
+        cli.error(f"--modes: got {options.modes}, expected some of {','.join(MODES)}")
+    if options.ablation:
+        given = {"--peers": options.peers, "--only": options.only}
+        for name in (name for name, value in given.items() if value):
+            cli.error(f"{name} has no effect with --ablation")
     heads = [tuple(map(int, pair.split("/"))) for pair in options.heads.split(",")]
     makers: dict[str, Callable[[Batch], list[Call]]] = {
         "billfish": ours,
@@ -143,10 +152,10 @@ def main(arguments: list[str]) -> None:
             continue
         for case in cases((pair[0], pair[1])):
             small = case.kv_bytes <= options.most_gb * 1e9
-            if case.mode in options.modes.split(",") and options.only in case.name and small:
+            if case.mode in modes and options.only in case.name and small:
                 keep(run_case(case, makers))
                 torch.cuda.empty_cache()
-    if "move" in options.modes.split(",") and not options.ablation:
+    if "move" in modes and not options.ablation:
         keep(movement())
 
 

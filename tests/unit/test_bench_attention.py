@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from billfish.bench import attention
 from billfish.bench.attention_ablation import DECODE, PREFILL
 from billfish.bench.attention_cases import Case, cases
 
@@ -49,3 +50,21 @@ def test_cases_are_distinct_and_cover_the_modes():
 
 def test_ablation_names_real_cases():
     assert {*DECODE, *PREFILL} <= {case.name for case in cases((32, 8))}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--modes", "decode,encode"], ["--modes", ""], ["--ablation", "--only", "1024"],
+        ["--ablation", "--peers", "here"], ["--nothing"],
+    ],
+)  # fmt: skip
+def test_options_that_would_have_no_effect_are_refused(options, capsys):
+    with pytest.raises(SystemExit) as ended:
+        attention.main(["--out", "x.json", *options])
+    assert ended.value.code == 2
+    assert "error" in capsys.readouterr().err
+
+
+def test_every_mode_has_cases():
+    assert {case.mode for case in cases((32, 8))} | {"move"} == set(attention.MODES)

@@ -167,7 +167,22 @@ def test_boundaries_of_the_heuristic(m, dtype):
         check(marlin.w4a16_matmul(x, matrix.packed()), x, matrix.exact())
 
 
+@pytest.mark.parametrize("shape", [(4096, 4096), (28672, 4096), (8192, 28672)])
+def test_boundaries_of_the_table(shape):
+    """Every number of tokens that the GPU's table has a row for, and the next."""
+    from billfish.kernels.marlin.tuning import ROWS as TUNED
+
+    n, k = shape
+    matrix = Matrix(n, k)
+    packed, exact = matrix.packed(), matrix.exact()
+    for m in itertools.chain.from_iterable((m, m + 1) for m in TUNED):
+        x = activations(m, k, torch.float16, m)
+        check(marlin.w4a16_matmul(x, packed), x, exact)
+
+
 def forced_configs():
+    from dataclasses import replace
+
     from billfish.bench.gemm_ablation import DEPTHS
     from billfish.kernels.marlin.configs import HopperConfig
     from tests.compile.test_marlin_compile import shipped_configs
@@ -177,7 +192,8 @@ def forced_configs():
         HopperConfig(rows=64, consumers=2, tile_m=16, stages=4, **{s: False}) for s in switches
     ]
     depths = [HopperConfig(rows=64, consumers=2, tile_m=16, stages=depth) for depth in DEPTHS]
-    return [*shipped_configs(), *plain, *depths]
+    no_policy = replace(plain[0], overlap=True, stream_weights=False, keep_x=False)
+    return [*shipped_configs(), *plain, *depths, no_policy]
 
 
 @pytest.mark.parametrize("zero_point", ["symmetric", "integer", "offset"])

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from billfish.errors import KernelArgumentError
 from billfish.kernels.marlin import gpu
 from billfish.kernels.marlin.packing import pack_units, unpack_units
-from billfish.kernels.marlin.weight import PackedWeight, _act_order
+from billfish.kernels.marlin.weight import PackedWeight, _act_order, pack
 from tests.kernels.interpreter import run_in_interpreter
 
 
@@ -110,6 +110,25 @@ def test_gpu_weights_round_trip(order, zero_point):
     for got, expected in zip(gpu.unpack(weight), matrix, strict=True):
         assert (got is None) == (expected is None)
         assert expected is None or torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("silu_mul", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(128, 256), (72, 250)])
+def test_parameters_may_have_any_strides(n, k, silu_mul):
+    """Columns first, as checkpoints hold some, or every second value: packed the same on both."""
+    for zero_point in ("symmetric", "integer", "offset"):
+        matrix = draw_matrix(n, k, -(-k // 64), zero_point, torch.float16)
+        columns = [None if t is None else t.t().contiguous().t() for t in matrix]
+        apart = [None if t is None else torch.stack((t, t), -1)[..., 0] for t in matrix]
+        on_gpu = packed_for_gpu(*matrix, None, 64, silu_mul=silu_mul).tensors[0]
+        for codes, scales, zeros, offsets in (columns, apart):
+            strided = packed_for_gpu(codes, scales, zeros, offsets, None, 64, silu_mul=silu_mul)
+            assert torch.equal(strided.tensors[0], on_gpu)
+            weight = pack(
+                codes, scales, zeros=zeros, offsets=offsets, group_size=64, dtype=torch.float32,
+                silu_mul=silu_mul,
+            )  # fmt: skip
+            assert torch.equal(weight.unpack()[0], matrix[0])
 
 
 def test_float32_is_refused_on_a_gpu():

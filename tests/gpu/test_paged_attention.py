@@ -259,7 +259,9 @@ OPTIONS = [
     {"sliding_window": 17},
     {"sliding_window": 512},
     {"sliding_window": 100000},
+    {"sliding_window": 2**80},
     {"soft_cap": 30.0},
+    {"soft_cap": 1, "scale": 1},
     {"soft_cap": 0.01},
     {"soft_cap": 50.0, "sliding_window": 1000},
     {"sinks": True},
@@ -512,9 +514,11 @@ def test_few_new_tokens_over_much_kv(seq_lens, query_lens, head_dim):
 
 
 def test_plan_of_another_window_is_not_used():
-    _, case = planned(make_case([500, 900], [1, 1]), sliding_window=100)
-    check(case)
-    check(case, sliding_window=100)
+    for window in (100, 2**80):
+        _, case = planned(make_case([500, 900], [1, 1]), sliding_window=window)
+        check(case)
+        check(case, sliding_window=window)
+        assert case.metadata.plans[0].fits(case.query, case.k_cache, window)
 
 
 @both

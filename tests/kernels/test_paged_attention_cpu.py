@@ -126,6 +126,14 @@ def test_blocks_before_the_window_are_never_read():
     assert not case.check(sliding_window=10).isnan().any()
 
 
+@pytest.mark.parametrize("batch", BATCHES)
+def test_windows_and_factors_of_any_size_and_type(batch):
+    case = Case(*BATCHES[batch])
+    assert torch.equal(case.attend(sliding_window=2**80), case.attend())
+    options = {"scale": 1, "soft_cap": 1}
+    assert torch.equal(case.attend(**options), case.attend(scale=1.0, soft_cap=1.0))
+
+
 def test_strided_caches():
     options = {"strided": True, "block_size": 4}
     strided = Case(*BATCHES["mixed"], **options).check()

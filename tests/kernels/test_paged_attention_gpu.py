@@ -100,6 +100,32 @@ def test_indices_arrive_without_strides(handed):
     assert all(s.is_contiguous() for s in sinks)
 
 
+def test_numbers_arrive_as_kernels_take_them(monkeypatch):
+    """An integer 1 would be compiled in, and a window of more than 32 bits would overflow."""
+    seen = []
+    monkeypatch.setattr(pa, "_attend", lambda *arguments: seen.append(arguments))
+    monkeypatch.setattr(pa, "_rotate_and_write", lambda *arguments: seen.append(arguments))
+    cache, query = torch.zeros(2, 2, 16, 1, 64), torch.zeros(1, 1, 64)
+    metadata = AttentionMetadata.build([[1]], [5], [1], 16)
+    pa.attend(query, *cache, metadata, scale=1, soft_cap=1, sliding_window=2**80)
+    pa.rotate_and_write(query, query, query, *cache, metadata.slot_mapping, eps=1)
+    (*_, scale, window, cap, _, _, _, _), (*_, eps) = seen
+    assert [type(number) for number in (scale, cap, eps)] == [float] * 3
+    assert window == 2**30
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: launched.append(arguments)
+
+    monkeypatch.setattr(planner, "_plan_kernel", Kernel())
+    plan = planner.AttentionPlan.allocate(
+        max_requests=1, num_heads=1, num_kv_heads=1, head_dim=64, sliding_window=2**80, device="cpu"
+    )
+    plan.split(metadata.seq_lens, metadata.query_start)
+    assert all(type(a) is not int or abs(a) < 2**31 for a in launched[0])
+
+
 def test_tables_from_the_host_are_rows():
     table = torch.arange(6, dtype=torch.int32).view(3, 2).T
     built = AttentionMetadata.build(table, [20, 40], [1, 1], 16)

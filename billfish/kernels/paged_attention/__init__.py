@@ -33,7 +33,7 @@ from billfish.kernels.paged_attention._arguments import (
     check_pair,
     scale_of,
 )
-from billfish.kernels.paged_attention.metadata import AttentionMetadata
+from billfish.kernels.paged_attention.metadata import FARTHEST, AttentionMetadata
 
 __all__ = [
     "AttentionMetadata",
@@ -166,8 +166,9 @@ def rotate_and_write(
             got = f"{weight.dtype} {tuple(weight.shape)} on {weight.device}"
             raise bad_argument(name, got, f"floating point [{head_dim}] on {key.device}")
     return _rotate_and_write(
-        query, key, value, k_cache, v_cache, slot_mapping, positions, cos_sin, q_norm, k_norm, eps
-    )
+        query, key, value, k_cache, v_cache, slot_mapping, positions, cos_sin, q_norm, k_norm,
+        float(eps),
+    )  # fmt: skip
 
 
 @overload
@@ -260,6 +261,9 @@ def attend(
     plan = next((p for p in metadata.plans if p.fits(query, k_cache, sliding_window)), None)
     if plan:
         workspace, planned_len = list(plan.workspace), plan.max_query_len
+    if sliding_window is not None:
+        sliding_window = min(sliding_window, FARTHEST)
+    soft_cap = None if soft_cap is None else float(soft_cap)
     lse = query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None
     out = _attend(
         query, k_cache, v_cache, metadata.block_table, metadata.seq_lens, metadata.query_start,

@@ -37,7 +37,7 @@ def scale_of(scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5
     if not -math.inf < scale < math.inf:
         raise bad_argument("scale", scale, "a finite number")
-    return scale
+    return float(scale)  # an integer would be compiled into a GPU's kernels
 
 
 def check_angles(cos_sin: Tensor, head_dim: int, device: torch.device) -> None:

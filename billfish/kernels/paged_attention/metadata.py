@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 PADDING_SLOT = -1
 
+FARTHEST = 1 << 30
+"""A sliding window that no sequence is longer than: kernels count tokens in 32 bits."""
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:

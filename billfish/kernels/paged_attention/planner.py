@@ -23,7 +23,7 @@ from torch import Tensor
 
 from billfish.errors import KernelArgumentError
 from billfish.kernels.gluon_compat import gluon_supported
-from billfish.kernels.paged_attention.metadata import AttentionMetadata
+from billfish.kernels.paged_attention.metadata import FARTHEST, AttentionMetadata
 from billfish.kernels.paged_attention.prefill_items import (
     ENTRY,
     INFO,
@@ -313,7 +313,7 @@ class AttentionPlan:
         num_splits = workspace.acc.shape[0]
         _plan_kernel[(triton.cdiv(num_splits + 1, _SPLITS_AT_ONCE),)](
             seq_lens, query_start, workspace.borders, workspace.parts, workspace.draws,
-            num_requests, self.max_query_len, self.sliding_window or 0, num_splits,
+            num_requests, self.max_query_len, min(self.sliding_window or 0, FARTHEST), num_splits,
             KV_TILE=kv_tile(workspace), HAS_WINDOW=self.sliding_window is not None,
             CHARGE=SEGMENT_CHARGE, WHOLE=self.batch_invariant,
             SPLITS=_SPLITS_AT_ONCE, CHUNK=_REQUESTS_AT_ONCE,

@@ -133,18 +133,21 @@ class DeviceRunner:
     def compile(self, max_num_batched_tokens: int) -> None:
         """Compile all that steps launch, several kernels at a time."""
         if self.device.type == "cuda":
-            warm_up.compile_all(self._launches(max_num_batched_tokens), self.device)
+            from billfish.worker import compilation
+
+            compilation.compile_all(self._launches(max_num_batched_tokens), self.device)
 
     def _launches(self, budget: int) -> list[Callable[[], object]]:
-        """Jobs that launch every kernel of steps of up to `budget` tokens, most work first. The
-        last ones share most of their kernels with the first, which are then done."""
+        """Jobs that launch every kernel of steps of up to `budget` tokens, those that take longest
+        first. The last ones share most of their kernels with the first, which are then done."""
         seqs = self.batch.max_num_seqs
         attention = partial(warm_up.attention, self.model, self.kv_cache, self._make_plans)
         dtypes = (self.kv_cache.dtype, torch.float32)
         return [
+            *(partial(self._sample_nothing, dtype, False) for dtype in dtypes),
             *attention([(1, min(256, budget)), (seqs, 1), (1, 1)]),
             *warm_up.products(self.model, [*ladder(seqs), *mixed_ladder(budget)], budget),
-            *(partial(self._sample_nothing, d, g) for d in dtypes for g in (False, True)),
+            *(partial(self._sample_nothing, dtype, True) for dtype in dtypes),
             *warm_up.norms(self.model, budget),
             self._make_no_inputs,
             *attention([(count, 1) for count in (16, 64) if count < seqs]),

@@ -1,13 +1,11 @@
-"""Compiles what a model on a GPU will launch, several kernels at a time, before it serves.
+"""What a model on a GPU will launch, as jobs that have it compiled before it serves.
 
 Triton compiles a kernel when it is first launched. One after another that takes most of a first
-start; most of a compilation runs outside the interpreter's lock. (Later starts find the machine
-code in Triton's cache.)
+start, so `compilation` has several compiled at a time. (Later starts find the machine code in
+Triton's cache.)
 """
 
-import logging
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -20,31 +18,9 @@ from billfish.kernels.paged_attention.metadata import PADDING_SLOT
 from billfish.layers.linear import Int8Linear, Linear, QuantLinear
 from billfish.models.decoder import Attention, CausalLM
 
-logger = logging.getLogger(__name__)
-
 TYPICAL_KV_TOKENS = 2048
 """KV tokens of a sequence that steps are prepared for: attention of few and short sequences starts
 while the kernel ahead of it ends."""
-THREADS = 12
-
-
-def compile_all(jobs: Sequence[Callable[[], object]], device: torch.device) -> None:
-    """Run jobs that launch kernels, each on a stream of its own, and wait for them.
-
-    One that fails is logged: what it was to compile is compiled when it is needed.
-    """
-
-    def run(job: Callable[[], object]) -> None:
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-            with torch.inference_mode():
-                job()
-            torch.cuda.current_stream(device).synchronize()
-
-    torch.cuda.synchronize(device)
-    with ThreadPoolExecutor(THREADS) as pool:
-        for done in [pool.submit(run, job) for job in jobs]:
-            if (error := done.exception()) is not None:
-                logger.warning("a kernel was not compiled ahead: %s", error)
 
 
 def products(model: CausalLM, sizes: Sequence[int], max_tokens: int) -> list[Callable[[], object]]:

@@ -188,6 +188,8 @@ def run(
     if "start" in measures:  # before this process takes the memory
         for kind, (seconds, phases) in zip(("cold", "warm"), start_seconds(options), strict=True):
             row("start_s", 1, 64, 1, [seconds], compiled=kind, phases=phases)
+    if measures == ["start"]:
+        return rows
     served = serve(options)
     num_blocks = served.started.num_blocks
     prefill(served, 1, 64)

@@ -72,6 +72,8 @@ def label(kernels: Sequence[Kernel], *, fused: bool) -> list[str]:
         elif "_write_kernel" in name:
             place = "attention"
             labels.append("rotate and write")
+        elif "_read_ahead_kernel" in name:
+            labels.append("reading ahead")
         elif "_gated_kernel" in name:
             place = "down"
             labels.append("gated activation")
@@ -232,9 +234,9 @@ def parts_of(
     fused = int4 and not any("_gated_kernel" in kernel.name for kernel in kernels)
     labels = []
     step: list[Kernel] = []
-    for kernel in kernels:  # a step ends with the copy of its tokens to the host
+    for kernel in kernels:  # a step ends with the choice of its tokens
         step.append(kernel)
-        if "Memcpy DtoH" in kernel.name:
+        if "_sample_kernel" in kernel.name:
             labels += label(step, fused=fused)
             step = []
     labels += label(step, fused=fused)

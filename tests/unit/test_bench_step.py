@@ -15,10 +15,11 @@ def kernels(names: list[str]) -> list[Kernel]:
 
 
 def test_labels_of_a_fused_step() -> None:
-    names = ["_inputs_kernel", "plan", "gather", *FUSED, *FUSED, "_rms_norm_kernel", "nvjet"]
-    names += ["_largest_kernel", "_sample_kernel", "Memcpy DtoH"]
+    names = ["_inputs_kernel", "plan", "gather", *FUSED, "_read_ahead_kernel", *FUSED]
+    names += ["_rms_norm_kernel", "nvjet", "_largest_kernel", "_sample_kernel", "Memcpy DtoH"]
     layer = [*PARTS, "down"]
-    want = ["inputs"] * 3 + layer * 2 + ["norm", "head", "sampling", "sampling", "inputs"]
+    want = ["inputs"] * 3 + [*layer, "reading ahead", *layer]
+    want += ["norm", "head", "sampling", "sampling", "inputs"]
     assert label(kernels(names), fused=True) == want
 
 
@@ -52,10 +53,10 @@ def test_costs_of_llama_3_8b() -> None:
 
 def test_table() -> None:
     config = SHAPES["tiny"]
-    steps = kernels((["_rms_norm_kernel", "nvjet", "_sample_kernel", "Memcpy DtoH"]) * 20)
+    steps = kernels((["_copy_kernel", "_rms_norm_kernel", "nvjet", "_sample_kernel"]) * 20)
     parts = parts_of(steps, config, 2, 10, int4=False)
     assert [(part.name, part.calls, part.us) for part in parts] == [
-        ("norm", 1.0, 8.0), ("head", 1.0, 8.0), ("sampling", 1.0, 8.0), ("inputs", 1.0, 8.0),
+        ("inputs", 1.0, 8.0), ("norm", 1.0, 8.0), ("head", 1.0, 8.0), ("sampling", 1.0, 8.0),
     ]  # fmt: skip
     parts = [Part("head", 1.0, 8.0, known := costs(config, 2, 10, int4=False)["head"])]
     rows, text = table(parts, wall_us=10.0, bandwidth=known.bytes / 4e-6, rate=1e15)

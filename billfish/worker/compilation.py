@@ -10,6 +10,7 @@ import hashlib
 import logging
 import multiprocessing
 import os
+import signal
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 Job = Callable[[], object]
 
-PATIENCE = 300.0
+PATIENCE = 120.0
 """Seconds in which one kernel at least must be done, else its children are given up."""
 MOST = 16
 """Children at a time, however many cores there are: each takes a few hundred megabytes."""
@@ -144,6 +145,7 @@ def _on_disk(key: str) -> bool:
 def _compile(compile_fn: Callable[[], Any]) -> None:
     """What a child does. It touches no GPU, and frees nothing that it shares with its parent, which
     might."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its parent ends it
     gc.disable()
     kernel = compile_fn()
     # The function that passes arguments is compiled apart; it too is then found on disk.

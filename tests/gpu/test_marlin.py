@@ -363,6 +363,17 @@ def test_act_order(order, zero_point):
             check(marlin.w4a16_matmul(x, matrix.packed()), x, matrix.exact())
 
 
+@pytest.mark.parametrize("order", ["act-order", "slice"])
+def test_act_order_of_a_gated_activation(order):
+    matrix = Matrix(202, 704, 64, "integer", torch.bfloat16, order=order, silu_mul=True)
+    packed, exact = matrix.packed(), matrix.exact()
+    bias = activations(1, 202, torch.bfloat16, 5)[0]
+    for m in (1, 40):
+        x, residual = activations(m, 704, torch.bfloat16), activations(m, 101, torch.bfloat16, 6)
+        y = marlin.w4a16_matmul(x, packed, bias, residual=residual)
+        check_epilogue(y, x, exact, bias, residual, True)
+
+
 @pytest.mark.parametrize("zero_point", ["symmetric", "integer", "offset"])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_one_hot_rows_give_back_the_weights(dtype, zero_point):
@@ -435,11 +446,18 @@ def test_layouts_of_activations():
     assert marlin.w4a16_matmul(wide[0, :464], packed).shape == (192,)
 
 
-def test_odd_width():
-    """K that is no multiple of 8: rows that TMA cannot read are copied."""
-    matrix = Matrix(72, 203, 32)
-    x = activations(9, 203, torch.float16)
-    check(marlin.w4a16_matmul(x, matrix.packed()), x, matrix.exact())
+@pytest.mark.parametrize(("n", "k"), [(72, 203), (1, 1), (7, 15), (9, 17), (65, 129)])
+def test_odd_sizes(n, k):
+    """K that is no multiple of 8: rows that TMA cannot read are copied; sizes under those of a
+    tensor core's fragment, and one more than that of a unit.
+    """
+    matrix = Matrix(n, k, 32, "integer")
+    packed, exact = matrix.packed(), matrix.exact()
+    assert torch.equal(packed.unpack()[0], matrix.codes)
+    for m in (1, 9, 70):
+        x = activations(m, k, torch.float16)
+        for y in both_kernels(x, packed):
+            check(y, x, exact)
 
 
 @pytest.mark.parametrize("m", [1, 5, 63, 65, 200])

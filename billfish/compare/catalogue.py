@@ -225,7 +225,7 @@ PAGED_TECHNIQUES = (
         "Long sequences are cut into parts of equal work for every multiprocessor, planned on the "
         "device once a step and put together in a fixed order. Without: one part a request.",
         "AttentionPlan.allocate(batch_invariant=True)",
-        (f"{PAGED}.planner:_plan_kernel", f"{_DECODE}:_share_result"),
+        (f"{PAGED}.planner:_split_requests", f"{_DECODE}:_share_result"),
         (_attention("split-KV"),),
     ),
     Technique(

@@ -108,12 +108,13 @@ def test_prefill(monkeypatch, head_dim, capability):
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
-def test_plan(monkeypatch, capability):
+@pytest.mark.parametrize("longest", [1, 40])
+def test_plan(monkeypatch, longest, capability):
     plan = plan_for(32, 8, 128, sliding_window=100)
-    lens = torch.empty(2, dtype=torch.int32), torch.empty(3, dtype=torch.int32)
+    step = AttentionMetadata.build([[1, 2, 3]] * 2, [1, 40], [1, longest], 16)
 
     def launch():
-        plan.split(*lens)
+        plan.update(step)
 
     code, _ = compiled(monkeypatch, planner, "_plan_kernel", launch, capability)
     assert code.spill_bytes == 0
@@ -241,8 +242,8 @@ def test_hopper_prefill(monkeypatch, heads, kv_heads, head_dim, block, options):
 
     def launch():
         hopper_prefill.prefill(
-            *arguments, scoring, decoded_len=4, max_seq_len=4096, plan=plan, overlap=True,
-            lse=torch.empty(arguments[0].shape[:2]) if "sinks" in options else None,
+            *arguments, scoring, decoded_len=4, max_query_len=64, max_seq_len=4096, plan=plan,
+            lse=torch.empty(arguments[0].shape[:2]) if "sinks" in options else None, overlap=True,
             num_programs=132,
         )  # fmt: skip
 

@@ -252,6 +252,28 @@ def test_prefill_items(num_requests, extra_tokens, programs):
     assert programs or set(parts) == {1}
 
 
+def test_a_plan_lists_prefill_beside_decode():
+    """In one launch, to the same result as each alone."""
+    case = make_case([700, 30, 64, 5, 900], [40, 1, 64, 1, 300], heads=8, kv_heads=2, head_dim=64)
+    plan, alone = (
+        AttentionPlan.allocate(
+            max_requests=9, num_heads=8, num_kv_heads=2, head_dim=64, num_programs=24, device="cpu"
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    plan.workspace.items.fill_(-7)
+    plan.update(case.metadata)
+    alone.split(case.metadata.seq_lens, case.metadata.query_start)
+    items = torch.full_like(plan.workspace.items, -7)
+    list_items(case.metadata.seq_lens, case.metadata.query_start, 406, 1, 8, 4, items, 0)
+    assert torch.equal(plan.workspace.items, items)
+    assert items[5, 0] == 14
+    for name in ("borders", "parts"):
+        used = slice(5) if name == "parts" else slice(None)
+        ours, theirs = (getattr(each.workspace, name)[used] for each in (plan, alone))
+        assert torch.equal(ours[:, :5], theirs[:, :5])
+
+
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_prefill_combine(with_sinks):
     """Three items in five slots, one of them whole; the rest of the slots holds NaN."""

@@ -26,8 +26,7 @@ def handed(monkeypatch):
     monkeypatch.setattr(gpu, "_check", lambda cache: None)
     for module, name in (
         (gpu.cache_write, "write"), (gpu.cache_write, "rotate_and_write"), (gpu.block_copy, "copy"),
-        (gpu.decode, "decode"), (gpu.prefill, "prefill"), (planner, "list_items"),
-        (planner.AttentionPlan, "split"),
+        (gpu.decode, "decode"), (gpu.prefill, "prefill"), (planner.AttentionPlan, "split"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, note)
     return seen

@@ -39,24 +39,27 @@ def _transform(
     NORM: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
     """RMS norm and rotation of rows split as [HALF | HALF | TAIL], in float32, rounded once."""
+    d = tl.arange(0, HALF_P)
+    inside = d < HALF
+    if ROTARY:
+        row = cos_sin + position[:, None] * table_stride + d[None, :]
+        cos = tl.load(row, mask=inside[None, :], other=0.0).to(tl.float32)
+        sin = tl.load(row + HALF, mask=inside[None, :], other=0.0).to(tl.float32)
+        if NORM:
+            # The assembler would ask for the angles after the norm, which waits for the rows.
+            tl.debug_barrier()
     low = low.to(tl.float32)
     high = high.to(tl.float32)
     tail = tail.to(tl.float32)
-    d = tl.arange(0, HALF_P)
     if NORM:
         square = tl.sum(low * low, 1) + tl.sum(high * high, 1) + tl.sum(tail * tail, 1)
         inverse = (1.0 / tl.sqrt(square / (2 * HALF + TAIL) + eps))[:, None]
-        low *= inverse * tl.load(weight + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
-        high *= (
-            inverse * tl.load(weight + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
-        )
+        low *= inverse * tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)[None, :]
+        high *= inverse * tl.load(weight + HALF + d, mask=inside, other=0.0).to(tl.float32)[None, :]
         e = tl.arange(0, TAIL_P)
         scale = tl.load(weight + 2 * HALF + e, mask=e < TAIL, other=0.0).to(tl.float32)
         tail *= inverse * scale[None, :]
     if ROTARY:
-        row = cos_sin + position[:, None] * table_stride + d[None, :]
-        cos = tl.load(row, mask=(d < HALF)[None, :], other=0.0).to(tl.float32)
-        sin = tl.load(row + HALF, mask=(d < HALF)[None, :], other=0.0).to(tl.float32)
         low, high = low * cos - high * sin, high * cos + low * sin
     return low, high, tail
 

@@ -98,7 +98,8 @@ def attend(
             _decode(step, workspace, decode_len, lse, overlap)
         if max_query_len > decode_len or not decodes:
             # A plan of no request has listed no items.
-            _prefill(step, given if num_requests else None, decode_len, max_seq_len, lse)
+            longest = (max_query_len, max_seq_len)
+            _prefill(step, given if num_requests else None, decode_len, longest, lse)
     return out
 
 
@@ -116,15 +117,17 @@ def _decode(
 
 
 def _prefill(
-    step: _Step, plan: Workspace | None, decoded_len: int, max_seq_len: int, lse: Tensor | None
-) -> None:
+    step: _Step, plan: Workspace | None, decoded_len: int, longest: tuple[int, int],
+    lse: Tensor | None,
+) -> None:  # fmt: skip
+    """longest: most new tokens and most KV of a request."""
     query, k_cache, v_cache, *_, scoring = step
     if _runs_hopper_prefill(query, k_cache, v_cache, scoring):
         from billfish.kernels.paged_attention import hopper_prefill
 
         hopper_prefill.prefill(
-            *step, decoded_len=decoded_len, max_seq_len=max_seq_len, lse=lse, plan=plan,
-            overlap=plan is not None,
+            *step, decoded_len=decoded_len, max_query_len=longest[0], max_seq_len=longest[1],
+            lse=lse, plan=plan, overlap=plan is not None,
         )  # fmt: skip
     else:
         prefill.prefill(*step, decoded_len=decoded_len, lse=lse)

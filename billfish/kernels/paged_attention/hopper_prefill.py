@@ -120,6 +120,7 @@ def prefill(
     scoring: Scoring,
     *,
     decoded_len: int,
+    max_query_len: int,
     max_seq_len: int,
     lse: Tensor | None = None,
     plan: Workspace | None = None,
@@ -128,9 +129,10 @@ def prefill(
 ) -> None:
     """As `prefill.prefill`, for what `supports` covers.
 
-    max_seq_len: about the longest KV; it sets the order of the work, not the result. plan: of the
-    step, with `items` for this decoded_len; without, it is made here. overlap: start while the
-    kernel ahead in the stream drains; see `hopper_decode.decode`.
+    max_query_len, max_seq_len: about the most new tokens of a request and the longest KV; they set
+    the order of the work, not the result. plan: of the step, with `items` for this decoded_len;
+    without, it is made here. overlap: start while the kernel ahead in the stream drains; see
+    `hopper_decode.decode`.
     """
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     num_tokens, num_heads, _ = query.shape
@@ -150,13 +152,15 @@ def prefill(
     else:
         items, draws = plan.items, plan.draws
         splits = (plan.split_acc, plan.split_sums, plan.split_info)
-    section = _section(num_kv_heads, max_seq_len, head_dim) * (sets // num_kv_heads)
+    reused = max_query_len * pack > ROWS  # keys, by the row blocks of a request
+    heads = _section(num_kv_heads, max_seq_len, head_dim) if reused else num_kv_heads
     _prefill_kernel[(num_programs,)](
         _of_rows(query, pack), _of_blocks(k_cache), _of_blocks(v_cache), _of_rows(out, pack), out,
         out if lse is None else lse, block_table, seq_lens, query_start,
         query if scoring.sinks is None else scoring.sinks, items, draws, *splits,
         num_requests, num_tokens, decoded_len, scoring.sliding_window or 0,
-        block_table.stride(0), section, scoring.scale * LOG2E.value, scoring.soft_cap or 0.0,
+        block_table.stride(0), heads * (sets // num_kv_heads), scoring.scale * LOG2E.value,
+        scoring.soft_cap or 0.0,
         HEADS=num_heads, GROUP=group, PACK=pack, D=head_dim, BLOCK_SIZE=block_size,
         K_STAGES=K_STAGES, V_STAGES=V_STAGES, HAS_CAP=scoring.soft_cap is not None,
         HAS_WINDOW=scoring.sliding_window is not None, HAS_SINKS=scoring.sinks is not None,

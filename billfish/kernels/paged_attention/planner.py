@@ -28,7 +28,9 @@ from billfish.kernels.paged_attention.prefill_items import (
     ENTRY,
     INFO,
     ROWS,
-    list_items,
+    list_programs,
+    list_requests,
+    list_sizes,
     packed_heads,
     sharers,
 )
@@ -68,9 +70,10 @@ def first_tile(kv_len, query_len, window, KV_TILE, HAS_WINDOW: tl.constexpr):
         return kv_len * 0
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_splits"])
-def _plan_kernel(
-    seq_lens, query_start, borders, parts, draws, num_requests, max_query_len, window, num_splits,
+@triton.jit
+def _split_requests(
+    program, seq_lens, query_start, borders, parts, draws, num_requests, max_query_len, window,
+    num_splits,
     KV_TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, CHARGE: tl.constexpr, WHOLE: tl.constexpr,
     SPLITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -93,7 +96,7 @@ def _plan_kernel(
     total = (total + active * charge).to(tl.int64)
     # More parts than units would leave empty parts between full ones.
     used = tl.minimum(total, num_splits)
-    split = tl.program_id(0) * SPLITS + tl.arange(0, SPLITS)
+    split = program * SPLITS + tl.arange(0, SPLITS)
     at = tl.minimum(split, used) * total // tl.maximum(used, 1)
     request = tl.zeros([SPLITS], tl.int32)
     before = tl.zeros([SPLITS], tl.int64)
@@ -109,7 +112,7 @@ def _plan_kernel(
         request += tl.sum(passed.to(tl.int32), 1)
         before = tl.maximum(before, tl.max(tl.where(passed, ends[None, :], 0), 1))
         done += tl.sum(cost, 0)
-        if tl.program_id(0) == 0:
+        if program == 0:
             # Part c begins at c * total // used, so the last part that begins at or before x is
             # ((x + 1) * used - 1) // total.
             whole = tl.maximum(total, 1)
@@ -117,7 +120,7 @@ def _plan_kernel(
             last = (ends * used - 1) // whole
             tl.store(parts + 2 * r, first.to(tl.int32), mask=r < num_requests)
             tl.store(parts + 2 * r + 1, last.to(tl.int32), mask=r < num_requests)
-    if tl.program_id(0) == 0:
+    if program == 0:
         tl.store(draws, 0)
     tile = tl.maximum(at - before - charge, 0)
     if WHOLE:
@@ -133,6 +136,33 @@ def _plan_kernel(
     tl.store(border + 2, kv_len, mask=split <= num_splits)
     tl.store(border + 3, begin, mask=split <= num_splits)
     tl.store(border + 4, end, mask=split <= num_splits)
+
+
+_COUNTS = ["num_requests", "num_splits", "num_tokens", "decoded_len", "sharers"]
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _plan_kernel(
+    seq_lens, query_start, borders, parts, draws, items, num_requests, max_query_len, window,
+    num_splits, num_tokens, decoded_len, sharers,
+    KV_TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, CHARGE: tl.constexpr, WHOLE: tl.constexpr,
+    SPLITS: tl.constexpr, CHUNK: tl.constexpr, LIST: tl.constexpr, SETS: tl.constexpr,
+    PACK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FEWEST: tl.constexpr,
+    ENTRY: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    """The first programs split decode, those after, where LIST, list the items of prefill."""
+    program = tl.program_id(0)
+    splitters = num_splits // SPLITS + 1
+    if program < splitters:
+        _split_requests(
+            program, seq_lens, query_start, borders, parts, draws, num_requests, max_query_len,
+            window, num_splits, KV_TILE, HAS_WINDOW, CHARGE, WHOLE, SPLITS, CHUNK,
+        )  # fmt: skip
+    elif LIST:
+        list_requests(
+            program - splitters, seq_lens, query_start, items, num_requests, num_tokens,
+            decoded_len, sharers, SETS, PACK, ROWS, KEYS, FEWEST, ENTRY, OWN, CHUNK,
+        )  # fmt: skip
 
 
 class Scoring(NamedTuple):
@@ -267,34 +297,19 @@ class AttentionPlan:
         )
 
     def update(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        """Plan a step, in two or three small launches.
+        """Plan a step, in two small launches.
 
         Returns the metadata with this plan in place of its like. The metadata must not change after
         that. Raises KernelArgumentError: more requests than the plan was allocated for.
         """
         device = self.workspace.borders.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.split(metadata.seq_lens.contiguous(), metadata.query_start.contiguous())
-            if metadata.max_query_len > self.max_query_len:
-                self._list_items(metadata)
+            self.split(metadata.seq_lens.contiguous(), metadata.query_start.contiguous(), metadata)
         # No count outlives a step that was broken off. Also, it puts a kernel between this plan
         # and the first decode kernel, which may read the plan before the one ahead has ended.
         self.workspace.arrivals.zero_()
         others = tuple(plan for plan in metadata.plans if not self._is_like(plan))
         return replace(metadata, plans=(*others, self))
-
-    def _list_items(self, metadata: AttentionMetadata) -> None:
-        """Fill `items` for a step with prefill."""
-        workspace, num_tokens = self.workspace, metadata.slot_mapping.shape[0]
-        requests, longest = metadata.seq_lens.shape[0], metadata.max_query_len
-        pack = packed_heads(self.num_heads // self.num_kv_heads)
-        decoded_len = short_limit(self.max_query_len, num_tokens, requests, longest)
-        step = (num_tokens, requests, metadata.max_seq_len, decoded_len)
-        list_items(
-            metadata.seq_lens.contiguous(), metadata.query_start.contiguous(), num_tokens,
-            decoded_len, self.num_heads, pack, workspace.items,
-            workspace.sharers(*step, self.num_heads, pack, self.sliding_window),
-        )  # fmt: skip
 
     def _is_like(self, other: "AttentionPlan") -> bool:
         def key(plan: AttentionPlan) -> tuple:
@@ -302,8 +317,10 @@ class AttentionPlan:
 
         return key(self) == key(other)
 
-    def split(self, seq_lens: Tensor, query_start: Tensor) -> None:
-        """Fill `borders` and `parts` for a step's lengths."""
+    def split(
+        self, seq_lens: Tensor, query_start: Tensor, step: AttentionMetadata | None = None
+    ) -> None:
+        """Fill `borders` and `parts` for a step's lengths, and `items` if the step has prefill."""
         num_requests, limit = seq_lens.shape[0], self.workspace.parts.shape[0]
         if num_requests > limit:
             raise KernelArgumentError(
@@ -311,12 +328,26 @@ class AttentionPlan:
             )
         workspace = self.workspace
         num_splits = workspace.acc.shape[0]
-        _plan_kernel[(triton.cdiv(num_splits + 1, _SPLITS_AT_ONCE),)](
+        programs = num_splits // _SPLITS_AT_ONCE + 1
+        num_tokens = decoded_len = sharers = 0
+        pack = packed_heads(self.num_heads // self.num_kv_heads)
+        lists = False
+        if step is not None and step.max_query_len > self.max_query_len:
+            lists = True
+            programs += list_programs(num_requests)
+            num_tokens, longest = step.slot_mapping.shape[0], step.max_query_len
+            decoded_len = short_limit(self.max_query_len, num_tokens, num_requests, longest)
+            sharers = workspace.sharers(
+                num_tokens, num_requests, step.max_seq_len, decoded_len, self.num_heads, pack,
+                self.sliding_window,
+            )  # fmt: skip
+        _plan_kernel[(programs,)](
             seq_lens, query_start, workspace.borders, workspace.parts, workspace.draws,
-            num_requests, self.max_query_len, min(self.sliding_window or 0, FARTHEST), num_splits,
+            workspace.items, num_requests, self.max_query_len,
+            min(self.sliding_window or 0, FARTHEST), num_splits, num_tokens, decoded_len, sharers,
             KV_TILE=kv_tile(workspace), HAS_WINDOW=self.sliding_window is not None,
-            CHARGE=SEGMENT_CHARGE, WHOLE=self.batch_invariant,
-            SPLITS=_SPLITS_AT_ONCE, CHUNK=_REQUESTS_AT_ONCE,
+            CHARGE=SEGMENT_CHARGE, WHOLE=self.batch_invariant, SPLITS=_SPLITS_AT_ONCE,
+            CHUNK=_REQUESTS_AT_ONCE, LIST=lists, **list_sizes(self.num_heads, pack),
         )  # fmt: skip
 
 

@@ -58,9 +58,9 @@ def _parts(first, work, programs, FEWEST: tl.constexpr):
     return tl.maximum(tl.minimum(share, first // FEWEST), 1)
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_tokens", "decoded_len", "programs"])
-def _list_kernel(
-    seq_lens, query_start, items, num_requests, num_tokens, decoded_len, programs,
+@triton.jit
+def list_requests(
+    program, seq_lens, query_start, items, num_requests, num_tokens, decoded_len, programs,
     SETS: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     FEWEST: tl.constexpr, ENTRY: tl.constexpr, OWN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +73,7 @@ def _list_kernel(
             seq_lens, query_start, r, num_requests, num_tokens, decoded_len, PACK, ROWS, KEYS
         )
         work += tl.sum(blocks * (first + last), 0) * SETS
-    mine = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    mine = program * OWN + tl.arange(0, OWN)
     my_len, _my_blocks, my_first, _my_last = _row_blocks(
         seq_lens, query_start, mine, num_requests, num_tokens, decoded_len, PACK, ROWS, KEYS
     )
@@ -101,9 +101,21 @@ def _list_kernel(
     tl.store(entry, before, mask=inside)
     tl.store(entry + 1, _parts(my_first, work, programs, FEWEST), mask=inside)
     tl.store(entry + 2, slots, mask=inside)
-    if tl.program_id(0) == 0:
+    if program == 0:
         tl.store(items + ENTRY * (num_requests + 1), total)
         tl.store(items + ENTRY * (num_requests + 1) + 1, all_slots)
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_tokens", "decoded_len", "programs"])
+def _list_kernel(
+    seq_lens, query_start, items, num_requests, num_tokens, decoded_len, programs,
+    SETS: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    FEWEST: tl.constexpr, ENTRY: tl.constexpr, OWN: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    list_requests(
+        tl.program_id(0), seq_lens, query_start, items, num_requests, num_tokens, decoded_len,
+        programs, SETS, PACK, ROWS, KEYS, FEWEST, ENTRY, OWN, CHUNK,
+    )  # fmt: skip
 
 
 def list_items(
@@ -124,11 +136,23 @@ def list_items(
     multiprocessors among which keys are shared out and the most slots, or 0 to split nothing.
     """
     num_requests = seq_lens.shape[0]
-    _list_kernel[(triton.cdiv(num_requests + 1, _REQUESTS_A_PROGRAM),)](
+    _list_kernel[(list_programs(num_requests),)](
         seq_lens, query_start, items, num_requests, num_tokens, decoded_len, programs,
-        SETS=num_heads // pack, PACK=pack, ROWS=ROWS, KEYS=KEYS, FEWEST=FEWEST_TILES, ENTRY=ENTRY,
-        OWN=_REQUESTS_A_PROGRAM, CHUNK=_REQUESTS_AT_ONCE,
+        **list_sizes(num_heads, pack), CHUNK=_REQUESTS_AT_ONCE,
     )  # fmt: skip
+
+
+def list_programs(num_requests: int) -> int:
+    """How many programs run `list_requests`."""
+    return triton.cdiv(num_requests + 1, _REQUESTS_A_PROGRAM)
+
+
+def list_sizes(num_heads: int, pack: int) -> dict[str, int]:
+    """The constants of `list_requests`."""
+    return {
+        "SETS": num_heads // pack, "PACK": pack, "ROWS": ROWS, "KEYS": KEYS,
+        "FEWEST": FEWEST_TILES, "ENTRY": ENTRY, "OWN": _REQUESTS_A_PROGRAM,
+    }  # fmt: skip
 
 
 def sharers(

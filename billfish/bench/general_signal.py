@@ -53,11 +53,17 @@ def tiny() -> list[Case]:
 
 
 def fft(kind: str, rows: int, n: int, dtype: torch.dtype) -> Case:
-    def off(x: Tensor) -> Tensor:
-        from billfish.kernels.general import fft_gpu
+    def switched(**options: Any) -> Function:
+        def run(x: Tensor) -> Tensor:
+            from billfish.kernels.general import fft_gpu
 
-        return fft_gpu.fft(x, n, kind, 1.0, fused=False)
+            return fft_gpu.fft(x, n, kind, 1.0, **options)
 
+        return run
+
+    settings = {"one launch": {"off": switched(fused=False)}}
+    if kind == "rfft":
+        settings["pairs of reals"] = {"off": switched(folded=False)}
     transform: Function = getattr(torch.fft, kind)
     wide = torch.complex128 if dtype.is_complex else torch.float64
     points = n if kind == "fft" else n // 2 + 1
@@ -68,8 +74,7 @@ def fft(kind: str, rows: int, n: int, dtype: torch.dtype) -> Case:
         run=getattr(general, kind), reference=lambda x: transform(x.to(wide)),
         read=rows * n * dtype.itemsize, written=rows * points * item,
         peers={"torch": transform, "cufft": with_cupy(lambda cupy, x: getattr(cupy.fft, kind)(x))},
-        settings={"one launch": {"off": off}},
-        tolerance=1e-13 if dtype == torch.complex128 else 4e-6,
+        settings=settings, tolerance=1e-13 if dtype == torch.complex128 else 4e-6,
     )  # fmt: skip
 
 

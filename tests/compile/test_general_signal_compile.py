@@ -40,6 +40,17 @@ def test_fft_of_doubles_and_halves(monkeypatch):
     assert code.count("DADD") > 0
 
 
+def test_fft_of_pairs_of_reals(monkeypatch):
+    x = torch.empty(64, 512)
+    launch = lambda: fft_gpu.fft(x, 512, "rfft", 1.0)  # noqa: E731
+    code = of_both(monkeypatch, fft_gpu, "_fft_kernel", launch)
+    # 256 points, in two passes: mirrors, 8 of either part, go through shared memory one by one, and
+    # nothing else but what the passes exchange. They are written where they are, and point 256.
+    assert code.count("SHFL") == 0
+    assert code.count("BAR.SYNC") <= 7
+    assert code.count("STG.E.64") <= 18
+
+
 def test_fft_a_pass_at_a_time(monkeypatch):
     x = torch.empty(64, 512, dtype=torch.complex64)
     launch = lambda: fft_gpu.fft(x, 512, "fft", 1.0, fused=False)  # noqa: E731

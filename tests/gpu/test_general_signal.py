@@ -62,6 +62,27 @@ def test_kinds_of_fft(kind, n, dtype):
     check_fft(kind, x, n, 4.0, fused=False)
 
 
+@pytest.mark.parametrize(
+    ("n", "dtype"),
+    [(n, torch.float32) for n in (2, 6, 60, 256, 1000, 2500, 4096, 32768)]
+    + [(n, torch.float64) for n in (60, 1024)],
+)
+def test_fft_of_pairs_of_reals(n, dtype):
+    for rows in (1, 3, 130):
+        for given in (n, n + 1, n - 1, n // 2):
+            check_fft("rfft", draw(rows, given, dtype=dtype), n, 2.0)
+    check_fft("rfft", draw(3 * n + 1, dtype=dtype)[1:].view(3, n), n, 2.0)
+    x = draw(1000, n, dtype=dtype)
+    first = check_fft("rfft", x, n, 2.0)
+    check_fft("rfft", x[:9], n, 2.0, folded=False)
+    # Always the same bits, and a row's are its own.
+    for _ in range(10):
+        assert torch.equal(general.rfft(x), first)
+    x[500] = torch.nan
+    others = torch.arange(1000, device="cuda") != 500
+    assert torch.equal(general.rfft(x)[others], first[others])
+
+
 @pytest.mark.parametrize("n", [2**15, 2**18, 2**20, 2**22, 2**24, 44_100, 3**13, 1_234_567])
 @pytest.mark.parametrize("kind", ["fft", "irfft"])
 def test_fft_of_large_sizes(kind, n):

@@ -53,6 +53,15 @@ def test_fft_cut_and_filled():
     assert fft_gpu.fft(draw(0, 4), 4, "rfft", 1.0).shape == (0, 3)
 
 
+@pytest.mark.parametrize("n", [2, 6, 60, 98, 256])
+def test_fft_of_pairs_of_reals(n):
+    """Of one pass to three, of slots that hold no point; cut and filled, from any address."""
+    for points in {n, n - 1, n + 1, n // 2} if n == 60 else {n}:
+        check_fft(draw(3, points), n, "rfft")
+    check_fft(draw(2 * n + 1)[1:].view(2, n), n, "rfft")
+    check_fft(draw(2, n, dtype=torch.float64), n, "rfft", folded=n == 60)
+
+
 @pytest.mark.parametrize(("n", "limit"), [(120, 64), (192, 128)])
 def test_fft_split(n, limit):
     """In two launches and in three."""

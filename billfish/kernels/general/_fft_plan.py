@@ -153,6 +153,14 @@ def unpadded(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return _roots(radices(n) if n > 1 else (1,), False, dtype).to(device)
 
 
+@cache
+def unfolding(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """exp(-2 pi i e / n) for e below n / 2 over the last radix: the rest of n / 2 are these, turned
+    by constants."""
+    passes = radices(n // 2) if n > 2 else (1,)
+    return roots(_range(n // 2 // passes[-1]), n, dtype).to(device)
+
+
 FINE = 1024
 
 

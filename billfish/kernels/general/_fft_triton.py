@@ -229,3 +229,53 @@ def digits(slot, RADICES: tl.constexpr, FIRST: tl.constexpr, UP: tl.constexpr, C
         number = rest * R + digit
         there = valid & (digit < R)
     return number, there
+
+
+@triton.jit
+def slot_of(number, RADICES: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """The inverse of `digits` up the radices: the slot of a number."""
+    if COUNT == 0:
+        return number * 0
+    else:
+        R: tl.constexpr = RADICES[FIRST]
+        return number % R + slots(R) * slot_of(number // R, RADICES, FIRST + 1, COUNT - 1)
+
+
+@triton.jit
+def _as_line(parts, R: tl.constexpr):
+    """Tensors [rows, K, 1] as one of slots [rows, R, K], in one dimension: in more, Triton would
+    change the arrangement of threads so that what is gathered is within a warp, at any cost."""
+    ROWS: tl.constexpr = parts[0].shape[0]
+    K: tl.constexpr = parts[0].shape[1]
+    whole = _together(parts, R).reshape(ROWS, K, slots(R)).permute(0, 2, 1)
+    return whole.reshape(ROWS * K * slots(R))
+
+
+@triton.jit
+def _from_line(line, ROWS: tl.constexpr, K: tl.constexpr, R: tl.constexpr):
+    whole = line.reshape(ROWS, slots(R), K).permute(0, 2, 1)
+    return _apart(whole.reshape([ROWS, K, 1] + bits(R)), R)
+
+
+@triton.jit
+def mirrored(re, im, k, zero, N: tl.constexpr, RADICES: tl.constexpr, COUNT: tl.constexpr):
+    """Of a transform's points, as the last pass left them, point N - p, or 0, in place of p.
+
+    k: [1, K, 1], the points of value 0. zero: of which the compiler does not know, so that places
+    are in the same threads as the values that are put there: it follows values, not numbers.
+    """
+    R: tl.constexpr = RADICES[COUNT - 1]
+    ROWS: tl.constexpr = re[0].shape[0]
+    K: tl.constexpr = re[0].shape[1]
+    BITS: tl.constexpr = tl.int64 if re[0].dtype.primitive_bitwidth == 64 else tl.int32
+    k = k % (N // R)
+    there = slot_of((N // R - k) % (N // R), RADICES, 0, COUNT - 1)
+    there += tl.arange(0, ROWS)[:, None, None] * (K * slots(R))
+    places = ()
+    for r in tl.static_range(R):
+        place = tl.where(k == 0, (R - r) % R * K, (R - 1 - r) * K) + there
+        places = places + (place + (re[r].to(BITS, bitcast=True) & zero).to(tl.int32),)
+    place = _as_line(places, R)
+    m_re = tl.gather(_as_line(re, R), place, 0)
+    m_im = tl.gather(_as_line(im, R), place, 0)
+    return _from_line(m_re, ROWS, K, R), _from_line(m_im, ROWS, K, R)

@@ -8,10 +8,15 @@ memory. One read, one write, one launch, up to 16384 points. More are split in t
 (Bailey's four-step, 1990): transforms of columns, turned by roots of unity, then of rows,
 whose result is written transposed.
 
+The real transform of an even size is a complex one of half of it, of pairs, which is then unfolded:
+point p and its mirror n / 2 - p make both points of the result. That is one more exchange, in which
+threads give each other their mirrors (Sorensen et al., 1987).
+
 A size whose prime factors are 2, 3, 5 and 7 is done by itself; another (and the few that no split
 fits, as 3^16) as a convolution of at least twice its length (Bluestein, 1970).
 
-The technique's switch: `fft_gpu.fft(..., fused=False)`, a launch a pass, through memory.
+The techniques' switches: `fft_gpu.fft(..., fused=False)`, a launch a pass, through memory;
+`folded=False`, a real transform as a complex one of its size.
 """
 
 import math

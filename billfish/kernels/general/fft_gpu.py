@@ -17,7 +17,17 @@ import triton.language as tl
 from torch import Tensor
 
 from billfish.kernels.general import _fft_plan as plan
-from billfish.kernels.general._fft_triton import dft, digits, exchange, log2, multiply, slots
+from billfish.kernels.general._fft_triton import (
+    cosine,
+    dft,
+    digits,
+    exchange,
+    log2,
+    mirrored,
+    multiply,
+    sine,
+    slots,
+)  # fmt: skip
 from billfish.kernels.general.fft import FORMS, complex_type
 from billfish.kernels.general.gpu import _on
 
@@ -143,6 +153,28 @@ def _passes(
         return _passes(re, im, table, over, S, RADICES, NOW, AFTER, NEXT + 1, WIDE)
 
 
+@triton.jit
+def _unfolded(
+    re, im, k, over, after, zero, N: tl.constexpr, RADICES: tl.constexpr, COUNT: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Twice the first N values of the transform of 2 N reals x, of Z: of x[2 j] + i x[2 j + 1].
+
+    Evens have E[p] = (Z[p] + conj Z[N - p]) / 2, odds O[p] = (Z[p] - conj Z[N - p]) / 2i, and value
+    p is E[p] + exp(-pi i p / N) O[p]. after: these roots.
+    """
+    R: tl.constexpr = RADICES[COUNT - 1]
+    m_re, m_im = mirrored(re, im, k, zero, N, RADICES, COUNT)
+    w_re, w_im = _look_up(after, k % (N // R) + over, WIDE)
+    out_re, out_im = (), ()
+    for r in tl.static_range(R):
+        c = w_re * cosine(r, 2 * R) + w_im * sine(r, 2 * R)
+        d = w_im * cosine(r, 2 * R) - w_re * sine(r, 2 * R)
+        o_re, o_im = multiply(im[r] + m_im[r], m_re[r] - re[r], c, d)
+        out_re, out_im = out_re + (re[r] + m_re[r] + o_re,), out_im + (im[r] - m_im[r] + o_im,)
+    return out_re, out_im
+
+
 @triton.jit(**_UNTOLD)
 def _fft_kernel(
     x, out, table, turns, before, after, n_in, n_out, limit, tiles, rows, middles,
@@ -150,14 +182,15 @@ def _fft_kernel(
     turn_n, N: tl.constexpr, S: tl.constexpr, RADICES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, SCALE: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr,
     WIDE: tl.constexpr, SWAP_IN: tl.constexpr, SWAP_OUT: tl.constexpr, BEFORE: tl.constexpr,
-    AFTER: tl.constexpr, TURN: tl.constexpr,
+    AFTER: tl.constexpr, TURN: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
     """A tile of transforms of N points, in S slots: [ROWS, points, 1], which follow each other in
     memory, or, of a split one, [1, points, COLUMNS], which lie side by side.
 
     Program (tile, middle, batch). Point p of a row is at middle in_middle + row in_row + p in_point
     of its batch entry; of ROWS, each is an entry, and its points are side by side. TURN: times
-    exp(-2 pi i row k / turn_n).
+    exp(-2 pi i row k / turn_n). FOLDED: the points are pairs of 2 N reals, of whose transform the
+    first half is written; `after` is the roots that unfold it.
 
     That columns are side by side is said of both ends, where it may be so of one only: it decides
     which values neighbouring threads take, which has to be the same all through.
@@ -190,6 +223,11 @@ def _fft_kernel(
     re, im = _passes(re, im, table, over, S, RADICES, 1, 0, 1, WIDE)
     k, point = digits(tl.arange(0, S // slots(LAST)), RADICES, 0, True, COUNT - 1)
     k, inside = k[None, :, None], there & point[None, :, None]
+    if FOLDED:
+        last = 2 * (re[0] - im[0])
+        re, im = _unfolded(re, im, k, over, after, table_row, N, RADICES, COUNT, WIDE)
+        _write(target, row * 0 + N + k, inside & (k == 0), last, last * 0, n_out, after, SCALE,
+               WRITE, WIDE, SWAP_OUT, False)  # fmt: skip
     for r in tl.static_range(LAST):
         a, b = re[r], im[r]
         place = row * 0 + k + r * (N // LAST)
@@ -273,7 +311,7 @@ def _switches(source: _End, target: _End, scale: float, dtype: torch.dtype) -> d
 def _launch(
     source: _End, target: _End, scale: float, n: int, dtype: torch.dtype, *,
     batch: int, rows: int, middles: int = 1, at: tuple[int, ...] = (0, 0, 1, 0, 0, 1),
-    turn: int = 0, columns: int = 1,
+    turn: int = 0, columns: int = 1, folded: bool = False,
 ) -> None:  # fmt: skip
     """at: strides of (middle, row, point) of the source, then of the target. turn: see TURN."""
     device = source.data.device
@@ -286,11 +324,14 @@ def _launch(
     turns = _words(plan.turns(turn, dtype, device)) if turn else roots
     before = roots if source.table is None else _words(source.table)
     after = roots if target.table is None else _words(target.table)
+    switches = _switches(source, target, scale, dtype)
+    if folded:
+        switches |= {"AFTER": False, "SCALE": scale / 2}
     _fft_kernel[(tiles * middles * batch,)](
         source.pointer(), target.pointer(), roots, turns, before, after, source.n, target.n,
         source.limit, tiles, rows, middles, source.data.stride(0), *at[:3],
         target.data.stride(0), *at[3:], 0, turn, N=n, S=passes.slots, RADICES=passes.radices,
-        ROWS=in_tile, COLUMNS=columns, TURN=turn > 0, **_switches(source, target, scale, dtype),
+        ROWS=in_tile, COLUMNS=columns, TURN=turn > 0, FOLDED=folded, **switches,
         num_warps=max(1, threads * in_tile // 32),
     )  # fmt: skip
 
@@ -372,10 +413,25 @@ def _bluestein(
     _transform(between, back, scale, m, dtype, fused, limit)
 
 
+def _folded(x: Tensor, target: _End, scale: float, n: int, dtype: torch.dtype) -> None:
+    """The first half of the transform of n reals, by a transform of n / 2 points."""
+    half = -(-min(x.shape[1], n) // 2)
+    if x.shape[1] != 2 * half or x.data_ptr() % dtype.itemsize:
+        # Rows of pairs, each where it can be read at once.
+        x = torch.nn.functional.pad(x, (0, 2 * half - x.shape[1])).contiguous()
+    values = torch.view_as_complex(x.view(x.shape[0], half, 2))
+    source = _End(values, "complex", n // 2, half)
+    target = replace(target, table=plan.unfolding(n, dtype, x.device))
+    _launch(source, target, scale, n // 2, dtype, batch=1, rows=x.shape[0], folded=True)
+
+
 def fft(
-    x: Tensor, n: int, kind: str, scale: float, *, fused: bool = True, limit: int | None = None
-) -> Tensor:
-    """x: [batch, m]. limit: slots of a row that one launch transforms."""
+    x: Tensor, n: int, kind: str, scale: float, *, fused: bool = True, folded: bool = True,
+    limit: int | None = None,
+) -> Tensor:  # fmt: skip
+    """x: [batch, m]. folded: rfft takes pairs of reals as complex values, half as many, where n is
+    even, one launch transforms them, and x needs no conversion. limit: slots of a row that one
+    launch transforms."""
     form = FORMS[kind]
     dtype = complex_type(x.dtype)
     out = torch.empty(x.shape[0], form.points(n), dtype=form.result(dtype), device=x.device)
@@ -387,6 +443,12 @@ def fft(
     source = _End(values, read, n, min(x.shape[1], n), swap=form.inverse)
     target = _End(out, write, n, swap=form.inverse)
     limit = limit or plan.LIMIT[dtype]
+    if kind == "rfft" and x.dtype == dtype.to_real() and fused and folded:
+        half = n // 2
+        if n % 2 == 0 and plan.split(half, limit) == (half,):
+            with _on(x):
+                _folded(values, target, scale, n, dtype)
+            return out
     run = _transform if plan.split(n, limit) else _bluestein
     with _on(x):
         run(source, target, scale, n, dtype, fused, limit)

@@ -156,6 +156,12 @@ KNOWN: dict[tuple[str, str], _Known] = {
     ),
     ("fft", "one launch"): _TRANSFORM,
     ("rfft", "one launch"): _TRANSFORM,
+    ("rfft", "pairs of reals"): _Known(
+        "fused",
+        "Pairs of reals are transformed as complex values, half as many, and unfolded before they "
+        "are written. Without: as complex values of which half are 0.",
+        ("fft_gpu:_unfolded", "_fft_triton:mirrored"),
+    ),
     ("convolve2d", "reuse"): _REUSE._replace(code=("convolve2d_gpu:_convolve2d_kernel",)),
     ("bilateral", "reuse"): _REUSE._replace(code=("bilateral_gpu:_bilateral_kernel",)),
     ("fir", "reuse"): _REUSE._replace(code=("fir_gpu:_accumulate", "fir_gpu:_fir_kernel")),
@@ -168,6 +174,12 @@ KNOWN: dict[tuple[str, str], _Known] = {
         "fused",
         "Both directions in one launch. Without: two, and what is between is written and read.",
         ("convolve2d_gpu:_separable_kernel",),
+    ),
+    ("separable_convolve2d", "two launches"): _Known(
+        "cached",
+        "A launch a direction, four columns to a thread, each value read once for all of them. "
+        "Without: one launch, whose programs filter rows of their neighbours, too.",
+        ("convolve2d_gpu:_side_kernel", "_image_triton:quads"),
     ),
     ("sobel", "fused"): _Known(
         "fused",

@@ -80,6 +80,17 @@ def test_separable_convolve2d(monkeypatch):
     assert code.count("FFMA") > 3 * code.count("LDG.E.U8")
 
 
+def test_separable_convolve2d_in_two_launches(monkeypatch):
+    x, side = torch.empty(1, 4096, 4096), torch.empty(11)
+    launch = lambda: convolve2d_gpu.separable_convolve2d(  # noqa: E731
+        x, side, side, "reflect", 0.0
+    )
+    code = of_both(monkeypatch, convolve2d_gpu, "_side_kernel", launch)
+    # The second: 16 rows of 4 columns, of 26 rows that are each read once.
+    assert code.count("LDG.E.128") == 26
+    assert code.count("STG.E.128") == 16
+
+
 def test_sobel(monkeypatch):
     x = torch.empty(1, 4096, 4096)
     launch = lambda: sobel_gpu.sobel(x, "reflect")  # noqa: E731

@@ -1,6 +1,9 @@
 """What the kernels of images share: a program's strip, where a place outside of an image is read,
 and bytes."""
 
+# ruff: noqa: RUF005 (Triton knows no starred tuples)
+# mypy: disable-error-code="assignment"
+
 import triton
 import triton.language as tl
 
@@ -45,6 +48,69 @@ def read(
     if MODE == "constant":
         got = tl.where(inside, got, VALUE)
     return got
+
+
+@triton.jit
+def quad_strip(
+    width, tiles_y, tiles_x, ROWS: tl.constexpr, LANES: tl.constexpr, REACH: tl.constexpr
+):
+    """As strip, of lanes with four columns each: (image, first row, first column of each lane,
+    whether columns that it sees, REACH on either side, may lie outside)."""
+    image, top, _, _ = strip(width, tiles_y, tiles_x, ROWS, LANES)
+    first = tl.program_id(0) % tiles_x * (4 * LANES)
+    edge = (first < REACH) | (first + 4 * LANES + REACH > width)
+    return image, top, first + 4 * tl.arange(0, LANES), edge
+
+
+@triton.jit
+def quads(
+    x, y, at, height, width, edge, FIRST: tl.constexpr, LAST: tl.constexpr, VALUE: tl.constexpr,
+    MODE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Of an image's row y, the values at columns at + 4 FIRST to at + 4 LAST - 1, as DTYPE: as many
+    tensors, of a read for four. at: multiples of 4. edge: whether columns may lie outside."""
+    there = True
+    if MODE == "constant":
+        there = (y >= 0) & (y < height)
+    else:
+        y = tl.minimum(tl.maximum(inner(y, height, MODE), 0), height - 1)
+    line = x + y.to(tl.int64) * width
+    values = ()
+    for chunk in tl.static_range(FIRST, LAST):
+        column = at[:, None] + 4 * chunk + tl.arange(0, 4)[None, :]
+        if LAST - FIRST == 1:  # no column but a lane's own
+            inside = (column < width) & there
+            got = tl.load(line + column, mask=inside, other=0).to(DTYPE)
+            if MODE == "constant":
+                got = tl.where(inside, got, VALUE)
+        elif edge:
+            inside = (column >= 0) & (column < width) & there
+            if MODE == "constant":
+                got = tl.load(line + column, mask=inside, other=0).to(DTYPE)
+                got = tl.where(inside, got, VALUE)
+            else:
+                column = inner(column, width, MODE)
+                # Farther outside than a window reaches is of no use.
+                inside = (column >= 0) & (column < width)
+                got = tl.load(line + column, mask=inside, other=0).to(DTYPE)
+        elif MODE == "constant":
+            got = tl.load(line + column, mask=there, other=0).to(DTYPE)
+            got = tl.where(there, got, VALUE)
+        else:
+            got = tl.load(line + column).to(DTYPE)
+        even, odd = tl.split(got.reshape(at.shape[0], 2, 2))
+        a, c = tl.split(even)
+        b, d = tl.split(odd)
+        values = values + (a, b, c, d)
+    return values
+
+
+@triton.jit
+def put_quads(out, at, width, a, b, c, d):
+    """The values at columns at to at + 3 of a row, in one write where it can be."""
+    values = tl.join(tl.join(a, c), tl.join(b, d)).reshape(at.shape[0], 4)
+    column = at[:, None] + tl.arange(0, 4)[None, :]
+    tl.store(out + column, values, mask=column < width)
 
 
 @triton.jit

@@ -6,12 +6,14 @@ of them: a value that is read serves all rows whose window it is in, out of a re
 shifts along a row are read again, out of the first-level cache.
 
 A window that is a column times a row (a Gaussian, a box) needs height + width products a pixel, not
-height x width. `separable_convolve2d` does both in one launch: the rows' results stay in registers
-until the columns' are done.
+height x width. `separable_convolve2d` does both in one launch where the window is small: the rows'
+results stay in registers until the columns' are done. With long sides, most rows that a program
+filters are for its neighbours' windows: two launches, each of a side, with four columns to a
+thread, are less work, though what is between them is written and read.
 
 The techniques' switches: `convolve2d_gpu.convolve2d(..., reuse=False)`: a row at a time, each value
-read for each product; `convolve2d_gpu.separable_convolve2d(..., fused=False)`: two launches, what
-is between written and read.
+read for each product; `convolve2d_gpu.separable_convolve2d(..., fused=)`: False is two launches,
+True one.
 """
 
 import math

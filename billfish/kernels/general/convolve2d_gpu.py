@@ -1,14 +1,22 @@
 """Convolution of images on a GPU, in Triton; see `convolve2d.py`."""
 
 # ruff: noqa: RUF005 (Triton knows no starred tuples)
-# mypy: disable-error-code="assignment,misc"
+# mypy: disable-error-code="assignment,misc,var-annotated"
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from billfish.kernels.general._image_triton import as_image, inner, read, strip
+from billfish.kernels.general._image_triton import (
+    as_image,
+    inner,
+    put_quads,
+    quad_strip,
+    quads,
+    read,
+    strip,
+)
 from billfish.kernels.general._triton import TYPES
 from billfish.kernels.general.gpu import _on
 
@@ -79,14 +87,64 @@ def _separable_kernel(
         tl.store(place, result, mask=there & (top + r < rows))
 
 
+@triton.jit
+def _side_kernel(
+    x, down_weights, across_weights, out, height, width, rows, shift, tiles_y, tiles_x,
+    VALUE: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr,
+    LANES: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """As _separable_kernel, of a window of one row or one column: a lane has four columns side by
+    side, and reads what their windows cover of a row once, four values at a time."""
+    AHEAD: tl.constexpr = (KW // 2 + 3) // 4
+    SHIFT: tl.constexpr = 4 * AHEAD - KW // 2
+    image, top, at, edge = quad_strip(width, tiles_y, tiles_x, ROWS, LANES, 4 * AHEAD)
+    x += image * height * width
+    down, across = (), ()
+    for i in tl.static_range(KH):
+        down = down + (tl.load(down_weights + i),)
+    for i in tl.static_range(KW):
+        across = across + (tl.load(across_weights + i),)
+    total = ()
+    for _ in tl.static_range(4 * ROWS):
+        total = total + (tl.zeros([LANES], DTYPE),)
+    for i in tl.static_range(ROWS + KH - 1):
+        got = quads(x, top + i - shift, at, height, width, edge, -AHEAD, AHEAD + 1, VALUE, MODE,
+                    DTYPE)  # fmt: skip
+        line = ()
+        for t in tl.static_range(4):
+            value = got[SHIFT + t] * across[0]
+            for k in tl.static_range(1, KW):
+                value += got[SHIFT + t + k] * across[k]
+            line = line + (value,)
+        more = ()
+        for r in tl.static_range(ROWS):
+            for t in tl.static_range(4):
+                if i - r >= 0 and i - r < KH:
+                    more = more + (total[4 * r + t] + line[t] * down[i - r],)
+                else:
+                    more = more + (total[4 * r + t],)
+        total = more
+    for r in tl.static_range(ROWS):
+        if top + r < rows:
+            results = ()
+            for t in tl.static_range(4):
+                results = results + (as_image(total[4 * r + t], out.dtype.element_ty),)
+            put_quads(out + (image * rows + top + r) * width, at, width, *results)
+
+
+SHORT = 9
+"""Weights of a side up to which rows that a program filters for its neighbours, too, cost less than
+what is between two launches, written and read."""
+
+
 def _rows(window: int) -> int:
     """Rows of a program: the more, the less of its reads are for its neighbours' rows."""
-    return 8 if window <= 9 else 16
+    return 8 if window <= SHORT else 16
 
 
 def _columns(window: int) -> int:
     """Columns of a program: two a thread, or one where a thread's rows fill its registers."""
-    return 256 if window <= 9 else 128
+    return 256 if window <= SHORT else 128
 
 
 def convolve2d(
@@ -110,14 +168,17 @@ def convolve2d(
 
 
 def separable_convolve2d(
-    x: Tensor, column: Tensor, row: Tensor, mode: str, value: float, *, fused: bool = True
+    x: Tensor, column: Tensor, row: Tensor, mode: str, value: float, *, fused: bool | None = None
 ) -> Tensor:
-    """x: [images, H, W]; column, row: as they are correlated."""
+    """x: [images, H, W]; column, row: as they are correlated. fused: in one launch; None: where
+    that is faster, which is so of short sides."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():
         return out
     x = x.contiguous()
     half = column.shape[0] // 2
+    if fused is None:
+        fused = row.dtype == torch.float64 or max(column.shape[0], row.shape[0]) <= SHORT
     with _on(x):
         if fused:
             _separable(x, column, row, out, half, mode, value)
@@ -127,7 +188,7 @@ def separable_convolve2d(
             between = torch.empty(taller, dtype=row.dtype, device=x.device)
             one = torch.ones(1, dtype=row.dtype, device=x.device)
             _separable(x, one, row, between, half, mode, value)
-            _separable(between, column, one, out, 0, "constant", 0.0)
+            _separable(between, column, one, out, 0, "replicate", 0.0)
     return out
 
 
@@ -136,9 +197,15 @@ def _separable(
 ) -> None:
     images, height, width = x.shape
     rows, columns = _rows(column.shape[0]), _columns(column.shape[0])
+    kernel, size, warps = _separable_kernel, {"COLUMNS": columns}, 4
+    # Four columns of 64 bits are more than a thread reads at once.
+    if min(column.shape[0], row.shape[0]) == 1 and row.dtype == torch.float32:
+        rows = 4 if column.shape[0] == 1 else rows
+        lanes = min(128, max(32, triton.next_power_of_2(triton.cdiv(width, 4))))
+        kernel, size, warps, columns = _side_kernel, {"LANES": lanes}, lanes // 32, 4 * lanes
     across, down = triton.cdiv(width, columns), triton.cdiv(out.shape[1], rows)
-    _separable_kernel[(across * down * images,)](
+    kernel[(across * down * images,)](
         x, column, row, out, height, width, out.shape[1], shift, down, across,
-        VALUE=value, KH=column.shape[0], KW=row.shape[0], ROWS=rows, COLUMNS=columns, MODE=mode,
-        DTYPE=TYPES[row.dtype], num_warps=4,
+        VALUE=value, KH=column.shape[0], KW=row.shape[0], ROWS=rows, **size, MODE=mode,
+        DTYPE=TYPES[row.dtype], num_warps=warps,
     )  # fmt: skip

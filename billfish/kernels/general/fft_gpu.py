@@ -27,7 +27,7 @@ from billfish.kernels.general._fft_triton import (
     multiply,
     sine,
     slots,
-)  # fmt: skip
+)
 from billfish.kernels.general.fft import FORMS, complex_type
 from billfish.kernels.general.gpu import _on
 

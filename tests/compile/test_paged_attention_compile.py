@@ -171,15 +171,16 @@ def test_write(monkeypatch, fused, capability):
     assert code.count("STG.E.128") == code.count("STG") >= (6 if fused else 2)
 
 
+@pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize("pairs", [1, 16, 64, 256, 512])
-def test_copy(monkeypatch, pairs):
+def test_copy(monkeypatch, pairs, capability):
     cache = block_copy.as_words(torch.empty(2, 2, 8, 16, 8, 128, dtype=torch.bfloat16))
     ids = torch.empty(pairs, dtype=torch.int64)
 
     def launch():
         block_copy.launch_copy(cache, cache, ids, ids, pairs)
 
-    code, _ = compiled(monkeypatch, block_copy, "_copy_kernel", launch, 90)
+    code, _ = compiled(monkeypatch, block_copy, "_copy_kernel", launch, capability)
     assert code.count("LDG.E.128") == code.count("STG.E.128") > 0
     assert code.count("BAR") > 0  # between reading and writing
     assert code.spill_bytes == 0

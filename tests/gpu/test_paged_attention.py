@@ -280,6 +280,12 @@ def test_options(options):
 
 
 @both
+def test_sinks_of_the_dtype_of_queries():
+    sinks = torch.linspace(-2, 9, 8, device="cuda").bfloat16()
+    check(make_case(*MIXED), sinks=sinks)
+
+
+@both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_huge_logits(dtype):
     case = make_case(*MIXED, dtype=dtype, logits=3000.0)
@@ -724,28 +730,36 @@ def rotated(x, positions, cos_sin, weight, eps):
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+WRITES = [
+    *((8, 4, d, 64) for d in (64, 80, 128)),
+    *((8, 4, d, d) for d in (80, 96, 112, 128, 192, 256)),
+    *((heads, kv_heads, 128, 128) for heads, kv_heads in ((7, 1), (6, 2), (71, 1), (16, 16))),
+]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "rotary_dim"), WRITES)
 @pytest.mark.parametrize("tokens", [1, 300, 3000])
-def test_fused_rotary_norm_and_write(head_dim, tokens):
-    qkv = torch.randn(tokens, 16, head_dim, device="cuda").bfloat16()
-    query, key, value = qkv.split((8, 4, 4), dim=1)
+def test_fused_rotary_norm_and_write(heads, kv_heads, head_dim, rotary_dim, tokens):
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, device="cuda").bfloat16()
+    query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
     slots = torch.randperm(16 * 400, device="cuda")[:tokens]
     slots[1::3] = -1
     positions = torch.randint(4096, (tokens,), device="cuda")
-    cos_sin = torch.randn(4096, 64, device="cuda")
+    cos_sin = torch.randn(4096, rotary_dim, device="cuda")
     weights = torch.rand(2, head_dim, device="cuda").bfloat16()
-    caches = torch.full((2, 400, 16, 4, head_dim), math.nan, device="cuda").bfloat16()
+    caches = torch.full((2, 400, 16, kv_heads, head_dim), math.nan, device="cuda").bfloat16()
     out = rotate_and_write(
         query, key, value, *caches, slots, positions=positions, cos_sin=cos_sin,
         q_norm=weights[0], k_norm=weights[1],
     )  # fmt: skip
     expected = rotated(query, positions, cos_sin, weights[0], 1e-6)
-    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-5)
+    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=5e-5)
     kept = slots >= 0
     got = caches.flatten(1, 2)[:, slots[kept]]
     expected = rotated(key, positions, cos_sin, weights[1], 1e-6)
-    torch.testing.assert_close(got[0].double(), expected[kept], rtol=2**-8, atol=1e-5)
+    torch.testing.assert_close(got[0].double(), expected[kept], rtol=2**-8, atol=5e-5)
     assert torch.equal(got[1], value[kept])
+    assert int(caches[0].isnan().sum()) == caches[0].numel() - got[0].numel()
 
 
 @pytest.mark.parametrize("pairs", [1, 2, 5, 64, 300, 512, 513, 700])

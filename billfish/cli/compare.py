@@ -68,7 +68,10 @@ def command(
             document, folder=html.resolve().parent if html else None, source_url=source_url
         )
         terminal.show(document, console)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (
+        ArithmeticError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError,
+        ValueError,
+    ) as error:  # fmt: skip
         if source is None:
             raise
         raise RecordError(str(source), f"not a whole comparison: {error!r}") from error

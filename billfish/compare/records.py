@@ -5,7 +5,7 @@ is damaged is refused.
 """
 
 import json
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,16 @@ _ABLATION = {"family": str, "kernel": str, "technique": str, "setting": str, "ca
              "us": float, "bytes": float, "floor_us": float}  # fmt: skip
 _MODEL = {"measure": str, "impl": str, "batch": float, "prompt": float, "value": float}
 
+_PRODUCT = {"n": float, "k": float, "m": float, "dtype": str, "impl": str, "group_size": float}
+
+
+class Signed(float):
+    """A number that may be below 0."""
+
+
 FIELDS: dict[str, dict[str, type]] = {
-    "gemm": {"n": float, "k": float, "m": float, "impl": str, "group_size": float},
-    "gemm_formats": {"n": float, "k": float, "m": float, "impl": str, "group_size": float},
+    "gemm": _PRODUCT,
+    "gemm_formats": _PRODUCT,
     "ablation_gemm": _ABLATION,
     "gemm_chain": {"case": str, "technique": str, "us": float, "bytes": float, "floor_us": float},
     "attention": {"mode": str, "case": str, "heads_q": float, "heads_kv": float, "impl": str,
@@ -32,16 +39,31 @@ FIELDS: dict[str, dict[str, type]] = {
                 "bytes": float, "flops": float, "floor_us": float},
     "ablation_general": {**_ABLATION, "domain": str},
     "tutorial": {"step": str, "size": str, "us": float, "bytes": float, "floor_us": float},
-    "step": {"part": str, "batch": float},  # gaps between kernels may be below 0
+    "step": {"part": str, "batch": float, "us": Signed},  # gaps between kernels may be below 0
     "engine_gpu": _MODEL,
     "engine_vllm": _MODEL,
     "engine_cache": _MODEL,
 }  # fmt: skip
 """The records that a comparison is made from, and what each of their rows must have."""
 
+OPTIONAL: dict[str, type] = {
+    **dict.fromkeys(
+        ("model", "weights", "head", "kv_dtype", "sampling", "compiled", "commit"), str
+    ),
+    **dict.fromkeys(("us", "floor_us", "bytes", "flops", "gbps", "tflops", "rel_err"), float),
+    **dict.fromkeys(("context", "output", "num_blocks", "reserve_tokens"), float),
+    **dict.fromkeys(("requests_s", "mean_request_s"), float),
+    "phases": dict,
+}
+"""Fields that a row of any record may have, and that then are of this kind."""
+MAY_BE_NULL = {"rel_err", "reserve_tokens", "commit"}
+
+LEAST, MOST = 1e-20, 1e18
+"""Of any number in a record, but for 0: figures made of several stay within what JSON holds."""
+
 MAY_BE_WRONG = ("gemm", "gemm_formats", "general")
 """Records in whose rows a result that came out wrong has no time."""
-MAY_BE_ZERO = {"flops", "prompt", "gbps", "tflops", "floor_us"}
+MAY_BE_ZERO = {"flops", "prompt", "gbps", "tflops", "floor_us", "rel_err", "output"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +133,39 @@ def checked(record: Record, source: str) -> Record:
             raise RecordError(source, f"{key} is missing or not of type {kind.__name__}")
     if not isinstance(record.head.get("commit"), str | None):
         raise RecordError(source, "commit is not a string")
+    for problem in _head_problems(record.head):
+        raise RecordError(source, problem)
     if not isinstance(record.rows, list) or not record.rows:
         raise RecordError(source, "rows is missing, empty or not a list")
     for index, row in enumerate(record.rows):
         if not isinstance(row, dict):
             raise RecordError(source, f"row {index} is not an object")
-        for key, kind in FIELDS[record.name].items():
+        there = {key: kind for key, kind in OPTIONAL.items() if _is_there(row, key)}
+        for key, kind in {**there, **FIELDS[record.name]}.items():
             problem = _problem(row, key, kind)
             if problem:
                 raise RecordError(source, f"row {index}: {key} {problem}")
-        if record.name in MAY_BE_WRONG and "us" in row and _problem(row, "us", float):
-            raise RecordError(source, f"row {index}: us {_problem(row, 'us', float)}")
     return record
+
+
+def _is_there(row: Row, key: str) -> bool:
+    return key in row and not (row[key] is None and key in MAY_BE_NULL)
+
+
+def _head_problems(head: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with the rates and versions of a record's head."""
+    if not all(isinstance(version, str | int) for version in head["versions"].values()):
+        yield "a version is no text"
+    rates = head.get("rates", {})
+    if not isinstance(rates, dict) or not isinstance(rates.get("tflops", {}), dict):
+        yield "rates is not an object, or its tflops are none"
+        return
+    numbers: dict[str, Any] = {key: head[key] for key in ("bandwidth", "rate") if key in head}
+    numbers |= {key: rate for key, rate in rates.items() if key != "tflops"}
+    numbers |= rates.get("tflops", {})
+    for key in numbers:
+        if problem := _problem(numbers, key, float):
+            yield f"{key} {problem}"
 
 
 def _problem(row: Row, key: str, kind: type) -> str:
@@ -131,8 +174,13 @@ def _problem(row: Row, key: str, kind: type) -> str:
     value = row[key]
     if kind is str:
         return "" if isinstance(value, str) else "is not a string"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if kind is dict:
+        numbers = isinstance(value, dict) and not any(_problem(value, k, Signed) for k in value)
+        return "" if numbers else "is not an object of numbers"
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         return "is not a number"
-    if value < 0 or (value == 0 and key not in MAY_BE_ZERO):
+    if kind is not Signed and (value < 0 or (value == 0 and key not in MAY_BE_ZERO)):
         return f"is {value:g}, which cannot be"
+    if value and not LEAST <= abs(value) <= MOST:
+        return f"is not within {LEAST:g} to {MOST:g}"
     return ""

@@ -90,6 +90,17 @@ def test_a_comparison_that_lacks_a_part(tmp_path, document, lost):
     assert not (tmp_path / "x.html").exists()
 
 
+@pytest.mark.parametrize("figure", [10**400, "x"], ids=["huge", "text"])
+def test_a_comparison_with_a_figure_that_is_none(tmp_path, document, figure):
+    """One error that names the file, whatever stands where a figure is to be."""
+    path = tmp_path / "a.json"
+    document["charts"]["kernels"][0]["us"] = figure
+    document["charts"]["speedup"]["ideal"] = figure
+    path.write_text(json.dumps(document))
+    assert isinstance(raised("--from", path), RecordError)
+    assert "not a whole comparison" in str(raised("--from", path))
+
+
 def test_a_damaged_record_stops_it(tmp_path, monkeypatch):
     (tmp_path / "gemm.json").write_text(json.dumps({**HEAD, "rows": [{"n": 1}]}))
     monkeypatch.setattr(records, "folder", lambda: tmp_path)

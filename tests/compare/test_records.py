@@ -57,6 +57,13 @@ DAMAGED = {
     "no number": {**HEAD, "rows": [{**ROW, "us": math.nan}]},
     "endless": {**HEAD, "rows": [{**ROW, "bytes": math.inf}]},
     "a case that is a number": {**HEAD, "rows": [{**ROW, "case": 4}]},
+    "a number beyond floats": {**HEAD, "rows": [{**ROW, "us": 10**400}]},
+    "a number near 0": {**HEAD, "rows": [{**ROW, "us": 1e-320}]},
+    "an error that is none": {**HEAD, "rows": [{**ROW, "rel_err": {}}]},
+    "versions that are none": {**HEAD, "versions": {"torch": []}, "rows": [ROW]},
+    "rates that are none": {**HEAD, "rates": -1, "rows": [ROW]},
+    "a rate that is none": {**HEAD, "rates": {"tflops": {"float16": "fast"}}, "rows": [ROW]},
+    "a bandwidth of nothing": {**HEAD, "bandwidth": 0, "rows": [ROW]},
     "deep": "[" * 100_000,
 }
 
@@ -74,7 +81,8 @@ def test_a_damaged_record_is_refused(tmp_path, kind):
 
 
 def test_a_product_that_came_out_wrong_has_no_time(tmp_path):
-    row = {"n": 1, "k": 1, "m": 1, "impl": "x", "group_size": 128, "rel_err": 0.5}
+    row = {"n": 1, "k": 1, "m": 1, "dtype": "float16", "impl": "x", "group_size": 128,
+           "rel_err": 0.5}  # fmt: skip
     path = tmp_path / "gemm.json"
     path.write_text(json.dumps({**HEAD, "rows": [row]}))
     assert "us" not in records.recorded(tmp_path)["gemm"].rows[0]

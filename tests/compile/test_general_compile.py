@@ -1,5 +1,7 @@
 """The general kernels for a GPU, compiled without one: what their machine code must hold."""
 
+import re
+
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from billfish.kernels.general import (
     rotary_gpu,
     sample_gpu,
     scan_gpu,
+    scan_tiles,
     segment_reduce_gpu,
     softmax_gpu,
     sort_gpu,
@@ -45,6 +48,11 @@ class Recorder:
 
 
 def compiled(monkeypatch, module, name, launch, capability) -> MachineCode:
+    binary = binary_of(monkeypatch, module, name, launch, capability)
+    return machine_code(binary, ARCHITECTURES[capability])
+
+
+def binary_of(monkeypatch, module, name, launch, capability):
     kernel = getattr(module, name)
     with monkeypatch.context() as patch:
         for other in [attribute for attribute in vars(module) if attribute.endswith("_kernel")]:
@@ -54,8 +62,7 @@ def compiled(monkeypatch, module, name, launch, capability) -> MachineCode:
         launch()
         recorder = getattr(module, name)
     with fake_device(capability):
-        binary = kernel.warmup(*recorder.arguments, **recorder.keywords, grid=(1,))
-    return machine_code(binary, ARCHITECTURES[capability])
+        return kernel.warmup(*recorder.arguments, **recorder.keywords, grid=(1,))
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -128,8 +135,11 @@ def of_both(monkeypatch, module, name, launch) -> MachineCode:
 def test_scan(monkeypatch, dtype):
     x = torch.empty(2, 1 << 20, dtype=dtype)
     for deterministic in (False, True):
+        # Sums of int32 have 64 bits.
+        in_gluon = dtype == torch.int32 and not deterministic
+        module, name = (scan_tiles, "scan_kernel") if in_gluon else (scan_gpu, "_scan_kernel")
         code = of_both(
-            monkeypatch, scan_gpu, "_scan_kernel",
+            monkeypatch, module, name,
             lambda d=deterministic: scan_gpu.scan(x, False, "sum", d),
         )  # fmt: skip
         assert code.count("LDG.E.128") > 0
@@ -137,6 +147,11 @@ def test_scan(monkeypatch, dtype):
         # Tickets, and states published and read by atomics.
         assert code.count("ATOMG") > 0
         assert ".STRONG.GPU" in code.sass
+        # Values handed around within warps; threads meet for the tile's sums alone.
+        assert deterministic or code.count("BAR.SYNC") <= 10
+    apart = x.t().contiguous().t()
+    launch = lambda: scan_gpu.scan(apart, False, "sum", False)  # noqa: E731
+    of_both(monkeypatch, scan_gpu, "_scan_kernel", launch)
 
 
 @pytest.mark.parametrize(("dtype", "fused"), [(torch.bfloat16, True), (torch.float32, False)])
@@ -196,13 +211,27 @@ def test_histogram(monkeypatch, dtype, bins):
         assert code.shared <= 48 << 10
 
 
-def test_compact(monkeypatch):
-    x, keep = torch.empty(1 << 20, dtype=torch.float32), torch.zeros(1 << 20, dtype=torch.bool)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.int64])
+def test_compact(monkeypatch, dtype):
+    x, keep = torch.empty(1 << 20, dtype=dtype), torch.zeros(1 << 20, dtype=torch.bool)
     launch = lambda: compact_gpu.compact(x, keep)  # noqa: E731
-    code = of_both(monkeypatch, compact_gpu, "_compact_kernel", launch)
-    # A value a thread, whose neighbours have its neighbours.
+    code = compiled(monkeypatch, compact_gpu, "_compact_kernel", launch, 90)
+    # As many programs at a time are worth some spills.
+    assert code.registers <= 64
+    assert code.spill_bytes <= 128
+    # A value a thread, whose neighbours have its neighbours: the text in PTX counts on it.
     assert code.count("LDG.E") > 0
-    assert code.count("LDG.E.128") == 0
+    for capability in ARCHITECTURES:
+        binary = binary_of(monkeypatch, compact_gpu, "_compact_kernel", launch, capability)
+        lines = binary.asm["ttgir"].splitlines()
+        texts = [line for line in lines if "elementwise_inline_asm" in line]
+        assert len(texts) == 2  # of a tile that is full, and of one that is not
+        layouts = {name for line in texts for name in re.findall(r"#\w+", line)}
+        found = [x for x in lines if x.split(" ")[0] in layouts and "#ttg" in x]
+        assert len(found) == 1
+        assert "sizePerThread = [1], threadsPerWarp = [32]" in found[0]
+    if dtype != torch.float32:
+        return
     apart = lambda: compact_gpu.compact(x, keep, fused=False)  # noqa: E731
     with monkeypatch.context() as patch:
         patch.setattr(compact_gpu, "scan", lambda *_: torch.empty(1, 1 << 20, dtype=torch.int64))
@@ -223,6 +252,8 @@ def test_norms(monkeypatch, dtype, size):
         )  # fmt: skip
         assert code.count("LDG.E.128") > 0
         assert code.count("STG.E.128") > 0
+        # Rows go to shared memory while those before them are added up.
+        assert code.count("LDGSTS.E.BYPASS.128") > 0
 
 
 @pytest.mark.parametrize("size", [16384, 128256])
@@ -231,6 +262,13 @@ def test_softmax(monkeypatch, size):
     launch = lambda: softmax_gpu.softmax(x)  # noqa: E731
     code = of_both(monkeypatch, softmax_gpu, "_softmax_kernel", launch)
     assert code.count("LDG.E.128") > 0
+    if size > softmax_gpu.RESIDENT:
+        for y in (x, x.float(), x.half()):
+            shared = lambda y=y: softmax_gpu._shared_softmax(y, torch.empty_like(y))  # noqa: E731
+            code = of_both(monkeypatch, softmax_gpu, "_shared_softmax_kernel", shared)
+            # A part of a row is kept as it was read: as many words, and as many again to compute.
+            assert code.registers <= 64 + 8
+            assert code.count("LDG.E.EF.128") == code.count("STG.E.128") == 8
     launch = lambda: softmax_gpu.softmax_backward(x, x)  # noqa: E731
     code = of_both(monkeypatch, softmax_gpu, "_softmax_backward_kernel", launch)
     assert code.count("LDG.E.128") > 0

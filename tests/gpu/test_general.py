@@ -102,6 +102,31 @@ def test_scan_a_hundred_times():
         assert torch.equal(got, small.cummax(1).values)
 
 
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_scan_of_long_rows(dtype, op):
+    """Many rows of many tiles, apart in memory; NaN goes on to the end of its row."""
+    x = draw(40, 100_003, dtype=dtype)[::2]
+    if dtype.is_floating_point:
+        x = x / 64
+        x[3, 50_000] = torch.nan
+    if op == "sum":
+        want = exact(x).cumsum(1)
+    else:
+        want = (x.cummax(1) if op == "max" else x.cummin(1)).values
+    for block in (None, 512):
+        got = scan_gpu.scan(x, False, op, False, block=block)
+        before = scan_gpu.scan(x, True, op, False, block=block)
+        if op == "sum":
+            numbers = want == want
+            close(got[numbers], want[numbers], 320.0)
+            assert torch.equal(got.isnan(), want.isnan())
+        else:
+            assert torch.equal(got.nan_to_num(), want.nan_to_num())
+            assert torch.equal(before[:, 1:].nan_to_num(), want[:, :-1].nan_to_num())
+        assert torch.equal(before[:, 1:].isnan(), want[:, :-1].isnan())
+
+
 def test_scan_deterministic():
     x = draw(1, 3_000_001)
     first = general.scan(x, deterministic=True)
@@ -184,6 +209,17 @@ def test_compact(dtype, n):
             out, count = compact_gpu.compact(x, keep, fused=fused)
             assert torch.equal(out[: count.item()], x[keep])
             assert not out[count.item() :].any()
+
+
+def test_compact_a_hundred_times():
+    """Tiles so small that thousands look back at once."""
+    x, keep = draw(2_000_003), draw(2_000_003, seed=1) > 0
+    want = x[keep]
+    for _ in range(100):
+        out, count = compact_gpu.compact(x, keep, block=1024)
+        assert count.item() == len(want)
+        assert torch.equal(out[: len(want)], want)
+        assert not out[len(want) :].any()
 
 
 def keys_to_sort(rows, n, dtype):
@@ -311,6 +347,32 @@ def test_softmax(shape, dtype, resident):
     near(y, torch.softmax(x.double(), -1), 1e-7)
     got = softmax_gpu.softmax_backward(dy, y, resident=resident)
     near(got, general.softmax_backward_reference(dy.double(), y.double()), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("rows", "n"), [(3000, 16_392), (700, 32_776), (2, 1 << 19), (300, 99_992)]
+)
+def test_softmax_of_rows_shared_by_programs(rows, n, dtype):
+    x = draw(rows, n + 8, dtype=dtype)[:, :n]  # a stride of its own
+    nan, inf = float("nan"), float("inf")
+    x[0] = -inf
+    x[0, -1] = 1.0
+    x[1] = -inf
+    if rows > 2:
+        x[2, 7], x[3, 9], x[4, n // 2 :], x[5] = nan, inf, -inf, 60000.0
+        x[6] = 0.0
+        x[7] = -60000.0
+    want = torch.softmax(x.double(), -1)
+    assert softmax_gpu.shares(x)
+    for _ in range(3):
+        got = softmax_gpu.softmax(x)
+        torch.testing.assert_close(
+            got.double(), want, rtol=2 * ROUNDING[dtype], atol=1e-7, equal_nan=True
+        )
+    again = softmax_gpu.softmax(x)
+    assert torch.equal(got.nan_to_num(), again.nan_to_num())
+    assert not softmax_gpu.shares(draw(2, n + 1, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -44,6 +44,96 @@ def test_split(warps, items, words, digits, layout):
         assert np.array_equal(got, given[order])
 
 
+class Crowd(Emulator):
+    """Others publish at every poll: states of (tile, word), in order."""
+
+    def __init__(self, *arguments, coming=()):
+        super().__init__(*arguments)
+        self.coming = list(coming)
+
+    def polled(self):
+        if self.coming:
+            place, word = self.coming.pop(0)
+            self.states[place] = word
+
+
+def states(values, kind, nearest, given):
+    """Words of tiles that published `values`: prefixes up to `nearest`, aggregates behind."""
+    dtype = np.dtype(kind)
+    bits = dtype.itemsize * 8
+    words = []
+    for tile, value in enumerate(values):
+        word = int(np.array([value], dtype).view(f"u{dtype.itemsize}")[0])
+        status = 2 if tile <= nearest else 1
+        for low in range(0, bits, 32):
+            words.append((status << 32) | (word >> low & 0xFFFFFFFF))
+    return np.array(words, np.uint64) * np.array(given, np.uint64)
+
+
+OPERATORS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+@pytest.mark.parametrize("kind", ["s32", "f32", "s64", "f64"])
+@pytest.mark.parametrize(("tiles", "nearest"), [(1, 0), (32, 0), (33, 0), (40, 38), (100, 3)])
+def test_look_back(op, kind, tiles, nearest):
+    rng = np.random.default_rng(tiles)
+    dtype = {"s": "int", "f": "float"}[kind[0]] + kind[1:]
+    sums = rng.integers(-(2**31 if kind == "s64" else 99), 99, tiles).astype(dtype)
+    if kind[0] == "f":
+        sums[0] = -0.5
+    prefixes = OPERATORS[op].accumulate(sums)
+    values = [prefixes[t] if t <= nearest else sums[t] for t in range(tiles)]
+    words = states(values, dtype, nearest, 1)
+    each = len(words) // tiles
+    # Some of the states come later, the two words of one not at once.
+    late = [int(i) for i in rng.permutation(len(words))[: len(words) // 2]]
+    coming = [(i, words[i]) for i in late]
+    words[late] = 0
+    address = np.full(32, 8 * each * (tiles - 1))
+    text, constraints = _ptx.look_back(op, kind)
+    assert constraints == ("=l,l,r" if each == 2 else "=r,l,r")
+    crowd = Crowd(32, {1: address, 2: np.full(32, tiles)}, words, coming=coming)
+    got = crowd.run(text)["$0"].astype(f"u{4 * each}").view(dtype)
+    assert len(crowd.coming) < len(late) or tiles == 1
+    assert not crowd.coming or nearest > 0
+    assert np.array_equal(got, np.full(32, prefixes[-1]))
+
+
+@pytest.mark.parametrize("kind", ["f32", "f64"])
+@pytest.mark.parametrize("op", OPERATORS)
+def test_look_back_at_nan(op, kind):
+    dtype = "float" + kind[1:]
+    words = states([1.0, np.nan, 2.0], dtype, 0, 1)
+    each = len(words) // 3
+    operands = {1: np.full(32, 8 * each * 2), 2: np.full(32, 3)}
+    got = Emulator(32, operands, words).run(_ptx.look_back(op, kind)[0])["$0"]
+    assert np.isnan(got.astype(f"u{each * 4}").view(dtype)).all()
+
+
+@pytest.mark.parametrize(("tile", "warps", "items"), [(0, 8, 16), (1, 2, 16), (70, 16, 4)])
+def test_places(tile, warps, items):
+    rng = np.random.default_rng(tile)
+    threads, size = 32 * warps, 32 * warps * items
+    before = rng.integers(0, 99, tile)
+    words = states(before, "int32", 0, 1)
+    words = np.append(words, np.zeros(1, np.uint64))
+    keep = rng.integers(0, 2, size) * rng.integers(1, 256, size)
+    operands = {}
+    for k in range(items):
+        operands[items + k] = keep[k * threads : (k + 1) * threads]
+        operands[2 * items + k] = np.full(threads, tile)
+        operands[3 * items + k] = np.full(threads, 8 * tile)
+    text, constraints = _ptx.places(warps, items)
+    assert constraints.split(",") == ["=&r"] * items + ["r"] * (2 * items) + ["l"] * items
+    found = Emulator(threads, operands, words).run(text)
+    places = np.concatenate([found[f"${k}"] for k in range(items)])
+    kept = keep != 0
+    assert np.array_equal(places[kept], before.sum() + np.arange(kept.sum()))
+    assert np.array_equal(places, before.sum() + np.cumsum(kept) - kept)
+    assert words[tile] == (2 << 32) + before.sum() + kept.sum()
+
+
 @pytest.mark.parametrize(("bins", "fields", "warps", "items"), [(256, 4, 8, 4), (300, 1, 16, 2)])
 def test_tally(bins, fields, warps, items):
     rng = np.random.default_rng(bins)

@@ -12,6 +12,10 @@ PROGRAMS = 264
 each multiprocessor of an H200."""
 
 
+AHEAD = 32768
+"""Bytes of a row, at most, of which two go to shared memory while a third is added up."""
+
+
 @triton.jit
 def _layer_norm_kernel(
     x, weight, bias, out, x_stride, eps, BIAS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
@@ -30,12 +34,46 @@ def _layer_norm_kernel(
 
 
 @triton.jit
+def _both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _norm_gradient(
+    value, grad, scale, inside, dx, of_weight, of_bias, eps, CENTRE: tl.constexpr,
+    INPUT: tl.constexpr, WEIGHTS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """A row's gradient, written to dx, and what it adds to the weights'."""
+    g = grad * scale
+    mean_g = 0.0
+    # Two sums at a time: threads meet for each.
+    if CENTRE:
+        mean, mean_g = tl.reduce((value, g), 0, _both)
+        mean_g /= D
+        value = tl.where(inside, value - mean / D, 0.0)
+    squares, products = tl.reduce((value * value, g * value), 0, _both)
+    inverse = 1.0 / tl.sqrt(squares / D + eps)
+    unit = value * inverse
+    if INPUT:
+        result = (g - mean_g - unit * (products * inverse / D)) * inverse
+        tl.store(dx, result.to(dx.dtype.element_ty), mask=inside)
+    if WEIGHTS:
+        of_weight += grad * unit
+        if CENTRE:
+            of_bias += grad
+    return of_weight, of_bias
+
+
+@triton.jit
 def _norm_backward_kernel(
     dy, x, weight, dx, dw, db, rows, run, dy_stride, x_stride, eps,
     CENTRE: tl.constexpr, INPUT: tl.constexpr, WEIGHTS: tl.constexpr, D: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program p: rows p * run to (p + 1) * run - 1. dw, db: float32 [programs, D]."""
+    """Program p: rows p * run to (p + 1) * run - 1. dw, db: float32 [programs, D].
+
+    STAGES: rows in shared memory or on their way there; 1: the next in registers.
+    """
     program = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < D
@@ -44,29 +82,27 @@ def _norm_backward_kernel(
     of_bias = tl.zeros([BLOCK], tl.float32)
     first = program * run
     last = tl.minimum(first + run, rows)
-    next_value = tl.load(x + first * x_stride + d, mask=inside, other=0.0)
-    next_grad = tl.load(dy + first * dy_stride + d, mask=inside, other=0.0)
-    for row in range(first, last):
-        value, grad = next_value.to(tl.float32), next_grad.to(tl.float32)
-        # The next row is on its way while this one is added up.
-        more = inside & (row + 1 < last)
-        next_value = tl.load(x + (row + 1) * x_stride + d, mask=more, other=0.0)
-        next_grad = tl.load(dy + (row + 1) * dy_stride + d, mask=more, other=0.0)
-        if CENTRE:
-            value = tl.where(inside, value - tl.sum(value, 0) / D, 0.0)
-        inverse = 1.0 / tl.sqrt(tl.sum(value * value, 0) / D + eps)
-        unit = value * inverse
-        if INPUT:
-            g = grad * scale
-            result = g - unit * (tl.sum(g * unit, 0) / D)
-            if CENTRE:
-                result -= tl.sum(g, 0) / D
-            result *= inverse
-            tl.store(dx + row * D + d, result.to(dx.dtype.element_ty), mask=inside)
-        if WEIGHTS:
-            of_weight += grad * unit
-            if CENTRE:
-                of_bias += grad
+    if STAGES > 1:
+        for row in tl.range(first, last, num_stages=STAGES):
+            value = tl.load(x + row * x_stride + d, mask=inside, other=0.0).to(tl.float32)
+            grad = tl.load(dy + row * dy_stride + d, mask=inside, other=0.0).to(tl.float32)
+            of_weight, of_bias = _norm_gradient(
+                value, grad, scale, inside, dx + row * D + d, of_weight, of_bias, eps, CENTRE,
+                INPUT, WEIGHTS, D,
+            )  # fmt: skip
+    else:
+        next_value = tl.load(x + first * x_stride + d, mask=inside, other=0.0)
+        next_grad = tl.load(dy + first * dy_stride + d, mask=inside, other=0.0)
+        for row in range(first, last):
+            value, grad = next_value.to(tl.float32), next_grad.to(tl.float32)
+            # The next row is on its way while this one is added up.
+            more = inside & (row + 1 < last)
+            next_value = tl.load(x + (row + 1) * x_stride + d, mask=more, other=0.0)
+            next_grad = tl.load(dy + (row + 1) * dy_stride + d, mask=more, other=0.0)
+            of_weight, of_bias = _norm_gradient(
+                value, grad, scale, inside, dx + row * D + d, of_weight, of_bias, eps, CENTRE,
+                INPUT, WEIGHTS, D,
+            )  # fmt: skip
     if WEIGHTS:
         tl.store(dw + program * D + d, of_weight, mask=inside)
         if CENTRE:
@@ -75,9 +111,13 @@ def _norm_backward_kernel(
 
 @triton.jit
 def _weights_kernel(
-    dw, db, out_w, out_b, programs, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Program (c, 0 or 1): WIDTH columns of the sums of dw or db, one run of rows after another."""
+    dw, db, out_w, out_b, programs, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    CENTRE: tl.constexpr,
+):  # fmt: skip
+    """Program (c, 0 or 1): WIDTH columns of the sums of dw or db, one run of rows after another.
+
+    Without CENTRE there is no db: its sums are 0.
+    """
     c = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)[None, :]
     source, out = dw, out_w
     if tl.program_id(1) == 1:
@@ -88,6 +128,9 @@ def _weights_kernel(
         total += tl.load(source + r * D + c, mask=(r < programs) & (c < D), other=0.0)
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     tl.store(out + column, tl.sum(total, 0).to(out.dtype.element_ty), mask=column < D)
+    if not CENTRE:
+        nothing = tl.zeros([WIDTH], out_b.dtype.element_ty)
+        tl.store(out_b + column, nothing, mask=column < D)
 
 
 def _warps(block: int) -> int:
@@ -116,12 +159,13 @@ def norm_backward(
     rows, size = x.shape
     dx = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     run = max(1, triton.cdiv(rows, PROGRAMS))
+    stages = 3 if size * (dy.itemsize + x.itemsize) <= AHEAD else 1
     programs = triton.cdiv(rows, run)
     dw = torch.empty(programs, size, dtype=torch.float32, device=x.device)
     db = torch.empty_like(dw) if centre else dw
     new = torch.empty if rows else torch.zeros
     total_w = new(size, dtype=weight.dtype, device=x.device)
-    total_b = (new if centre else torch.zeros)(size, dtype=weight.dtype, device=x.device)
+    total_b = new(size, dtype=weight.dtype, device=x.device)
     block = triton.next_power_of_2(size)
     if rows:
         with _on(x):
@@ -129,9 +173,10 @@ def norm_backward(
                 _norm_backward_kernel[(programs,)](
                     grads, values, weight.contiguous(), dx, dw, db, rows, run, grads.stride(0),
                     values.stride(0), eps, CENTRE=centre, INPUT=of_x, WEIGHTS=of_weights,
-                    D=size, BLOCK=block, num_warps=_warps(block),
+                    D=size, BLOCK=block, STAGES=stages, num_warps=_warps(block),
                 )  # fmt: skip
-            _weights_kernel[(triton.cdiv(size, 32), 1 + centre)](
-                dw, db, total_w, total_b, programs, D=size, ROWS=64, WIDTH=32, num_warps=4
-            )
+            _weights_kernel[(triton.cdiv(size, 16), 1 + centre)](
+                dw, db, total_w, total_b, programs, D=size, ROWS=256, WIDTH=16, CENTRE=centre,
+                num_warps=4,
+            )  # fmt: skip
     return dx, total_w, total_b

@@ -10,7 +10,8 @@ from billfish.kernels.general._triton import TYPES, combine, fold
 from billfish.kernels.general.gpu import _on
 
 PARTS = 2112
-"""Programs one result is shared by, at most: some for each multiprocessor, the same on all GPUs."""
+"""Programs one result is shared by, at most: some for each multiprocessor, the same on all GPUs.
+Half as many of results side by side: as many as an H200 runs at once."""
 
 TILE = 4096
 """Values a program reads at a time."""
@@ -98,7 +99,8 @@ def reduce(x: Tensor, op: str, *, fused: bool = True, block: int | None = None) 
     block = block or max(32, min(TILE // width, triton.next_power_of_2(n)))
     blocks = triton.cdiv(inner, width)
     groups = outer * blocks
-    wanted = min(max(1, PARTS // groups), max(1, SPACE_LIMIT // width))
+    most = PARTS if block >= TILE else PARTS // 2
+    wanted = min(max(1, most // groups), max(1, SPACE_LIMIT // width))
     part_size = triton.cdiv(triton.cdiv(n, block), wanted) * block
     parts = triton.cdiv(n, part_size)
     partial = torch.empty((groups, parts, width) if parts > 1 else 0, dtype=kind, device=x.device)

@@ -7,6 +7,14 @@ from torch import Tensor
 
 from billfish.kernels.general.gpu import _on, _rows
 
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+_WORDS = {
+    torch.float32: (-0x800000, None),
+    torch.bfloat16: (-0x7F0080, "cvt.rn.bf16x2.f32 $0, $2, $1;"),
+    torch.float16: (-0x3FF0400, "cvt.rn.f16x2.f32 $0, $2, $1;"),
+}
+
 RESIDENT = 16384
 """Values of a row that registers hold."""
 
@@ -71,6 +79,126 @@ def _softmax_kernel(x, out, n, x_stride, RESIDENT: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
+def _wide(words, DTYPE: tl.constexpr):
+    """The values of words in float32, those of 16 bits two a word; of others (the values, them)."""
+    if tl.bfloat16 == DTYPE:
+        first = (words << 16).to(tl.float32, bitcast=True)
+        return first, (words & -65536).to(tl.float32, bitcast=True)
+    elif tl.float16 == DTYPE:
+        first = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        return first, (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        value = words.to(tl.float32, bitcast=True)
+        return value, value
+
+
+@triton.jit
+def _power(value, shift):
+    """e^value / 2^shift, 0 where that is no normal number."""
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [tl.fma(value, 1.4426950408889634, -shift)],
+        dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _again(kept, CHUNKS: tl.constexpr):
+    """The same words, of which the compiler does not know it: it would keep what they were turned
+    into, twice as many registers, for the next time."""
+    same = ()
+    for c in tl.static_range(CHUNKS):
+        word = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [kept[c]], dtype=tl.int32, is_pure=False, pack=1
+        )
+        same = same + (word,)  # type: ignore[assignment]  # noqa: RUF005
+    return same
+
+
+@triton.jit
+def _of_all(state, part, most, total, PARTS: tl.constexpr):
+    """(the exponent of the row's largest value, 0 if that is minus infinity; the row's sum): of
+    all parts, each of which tells its own and waits for the others'."""
+    word = (most.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (
+        total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    )
+    # Relaxed: the word is all that is told.
+    tl.atomic_xchg(state + part, word, sem="relaxed")
+    p = tl.arange(0, PARTS)
+    others = tl.full([PARTS], 0, tl.int64)
+    waiting = True
+    while waiting:
+        # Atomics, for what one thread reads is then handed to all.
+        others = tl.atomic_add(state + p, tl.full([PARTS], 0, tl.int64), sem="relaxed")
+        waiting = tl.min(tl.where(others == 0, 0, 1), 0) == 0
+    mosts = (others >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    totals = others.to(tl.int32).to(tl.float32, bitcast=True)
+    most = tl.max(mosts, 0)
+    shift = tl.where(most > float("-inf"), most, 0.0)
+    return shift, tl.sum(totals * tl.exp2(mosts - shift), 0)
+
+
+@triton.jit
+def _shared_softmax_kernel(
+    x, out, state, ticket, n, x_stride, out_stride, size, PARTS: tl.constexpr,
+    DTYPE: tl.constexpr, NOTHING: tl.constexpr, PACK: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row of 4 n words is shared by PARTS programs, each of which keeps 4 size of them in
+    registers; strides are counted in 4 words too. NOTHING: a word of minus infinity; PACK: the
+    instruction that makes a word of two results, of values of 16 bits.
+
+    state: int64 [rows, PARTS], 0: the maximum and the sum of each part, as soon as they are known.
+    No such word is 0: where the maximum is 0, the sum is 1 at least.
+    """
+    # In the order in which programs run: of those that wait, all but one row's have their parts.
+    turn = tl.atomic_add(ticket, 1, sem="relaxed")
+    row = (turn // PARTS).to(tl.int64)
+    part = turn % PARTS
+    x += (row * x_stride + part * size) * 4
+    out += (row * out_stride + part * size) * 4
+    mine = tl.minimum(n - part * size, size) * 4
+    d = tl.arange(0, BLOCK)
+    kept = ()
+    for c in tl.static_range(CHUNKS):
+        more = tl.load(
+            x + c * BLOCK + d, mask=c * BLOCK + d < mine, other=NOTHING,
+            eviction_policy="evict_first",
+        )  # fmt: skip
+        kept = kept + (more,)  # type: ignore[assignment]  # noqa: RUF005
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    for c in tl.static_range(CHUNKS):
+        first, second = _wide(kept[c], DTYPE)
+        largest = tl.maximum(largest, tl.maximum(first, second))
+    # In powers of 2. Of minus infinities only: there is nothing to add, nor to rescale.
+    most = tl.max(largest, 0) * 1.4426950408889634
+    shift = tl.where(most > float("-inf"), most, 0.0)
+    kept = _again(kept, CHUNKS)
+    powers = tl.zeros([BLOCK], tl.float32)
+    for c in tl.static_range(CHUNKS):
+        first, second = _wide(kept[c], DTYPE)
+        powers += _power(first, shift)
+        if PACK is not None:
+            powers += _power(second, shift)
+    total = tl.sum(powers, 0)
+    shift, total = _of_all(state + row * PARTS, part, most, total, PARTS)
+    kept = _again(kept, CHUNKS)
+    if PACK is not None:
+        # The sum divides in the exponent.
+        shift += tl.log2(total)
+    scale = 1.0 / total
+    for c in tl.static_range(CHUNKS):
+        first, second = _wide(kept[c], DTYPE)
+        if PACK is not None:
+            result = tl.inline_asm_elementwise(
+                PACK, "=r,f,f", [_power(first, shift), _power(second, shift)], dtype=tl.int32,
+                is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            result = (_power(first, shift) * scale).to(tl.int32, bitcast=True)
+        tl.store(out + c * BLOCK + d, result, mask=c * BLOCK + d < mine)
+
+
+@triton.jit
 def _softmax_backward_kernel(
     dy, y, dx, n, dy_stride, y_stride, RESIDENT: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -103,6 +231,9 @@ def softmax(x: Tensor, *, resident: bool = True, block: int | None = None) -> Te
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         rows, n = _rows(x), x.shape[1]
+        if resident and n > RESIDENT and shares(rows):
+            _shared_softmax(rows, out)
+            return out
         resident = resident and n <= RESIDENT
         # A long row takes all threads of a multiprocessor: so few are under way that the L2 cache
         # holds them until they are read again. Unaligned ones would not find enough registers.
@@ -114,6 +245,40 @@ def softmax(x: Tensor, *, resident: bool = True, block: int | None = None) -> Te
                 num_warps=_warps(block) if resident else sum_warps(block, x),
             )  # fmt: skip
     return out
+
+
+_SHARE = {2: (16384, 512, 4), 4: (32768, 2048, 8)}
+"""By the size of a value: bytes of a long row that a program keeps, words of it that it takes at a
+time, and its warps: as many programs as a multiprocessor's registers hold."""
+
+
+def shares(rows: Tensor) -> bool:
+    """Whether programs may share rows: all of a row have to run at once, which so many do if each
+    second multiprocessor runs one; and they read 16 bytes at a time."""
+    if triton.knobs.runtime.interpret or not rows.is_cuda:
+        return False
+    apart = rows.stride(0) * rows.itemsize
+    if apart % 16 or rows.data_ptr() % 16 or rows.shape[1] * rows.itemsize % 16:
+        return False
+    most = torch.cuda.get_device_properties(rows.device).multi_processor_count // 2
+    parts = 2 ** (min(64, most).bit_length() - 1)
+    return rows.shape[1] * rows.itemsize <= _SHARE[rows.itemsize][0] * parts
+
+
+def _shared_softmax(rows: Tensor, out: Tensor) -> None:
+    most, chunk, warps = _SHARE[rows.itemsize]
+    x, y = rows.view(torch.int32), out.view(torch.int32)
+    n = x.shape[1] // 4
+    parts = triton.next_power_of_2(triton.cdiv(16 * n, most))
+    size = triton.cdiv(n, parts)
+    nothing, pack = _WORDS[rows.dtype]
+    state = torch.zeros(rows.shape[0] * parts + 1, dtype=torch.int64, device=rows.device)
+    with _on(rows):
+        _shared_softmax_kernel[(rows.shape[0] * parts,)](
+            x, y, state, state[-1:], n, x.stride(0) // 4, y.stride(0) // 4, size, PARTS=parts,
+            DTYPE=_TYPES[rows.dtype], NOTHING=nothing, PACK=pack,
+            CHUNKS=triton.cdiv(4 * size, chunk), BLOCK=chunk, num_warps=warps,
+        )  # fmt: skip
 
 
 def softmax_backward(

@@ -791,6 +791,28 @@ def test_dirty_workspace():
         assert not any(memory.counters.any() for memory in pool._by_stream.values())
 
 
+def test_capture_with_no_counters_left():
+    """As after some thousand captured calls: then the graph clears its own."""
+    from billfish.kernels.marlin import workspace
+
+    packed = Matrix(1856, 7392, 32).packed()
+    x = activations(33, 7392, torch.float16)
+    first = marlin.w4a16_matmul(x, packed)
+    pool = workspace._pools[x.device]
+    before, pool._taken = pool._taken, workspace._CAPTURED_COUNTERS
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            ys = [marlin.w4a16_matmul(x, packed) for _ in range(3)]
+    finally:
+        pool._taken = before
+    for _ in range(3):
+        for y in ys:
+            y.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(y, first) for y in ys)
+
+
 def test_early_launch_changes_nothing():
     """Programmatic dependent launch on and off, in a chain in which each product needs the last."""
     if not is_hopper():

@@ -15,7 +15,7 @@ from billfish.bench import gemm, gemm_ablation, gemm_chain, gemm_compile
 from billfish.bench.tune import candidates
 from billfish.errors import KernelArgumentError
 from billfish.kernels.cuda_driver import CannotPrepare
-from billfish.kernels.marlin import gpu, hopper_launch, hopper_plan, tuning
+from billfish.kernels.marlin import gpu, hopper_launch, hopper_plan, tuning, workspace
 from billfish.kernels.marlin.configs import Gpu, HopperConfig, Product, hopper_config, triton_config
 from billfish.kernels.marlin.packing import unit_words
 from billfish.kernels.marlin.weight import PackedWeight
@@ -154,6 +154,20 @@ def test_each_gpu_gets_its_kernel(gpus, monkeypatch):
     monkeypatch.setattr("billfish.kernels.gluon_compat.gluon_supported", lambda: False)
     with pytest.warns(RuntimeWarning, match="portable kernels"):
         assert gpu._hopper_kernel(torch.device("cuda:90")) is None
+
+
+def test_captured_calls_share_no_counters(monkeypatch):
+    """A graph may be replayed beside any other, so each call has its own until they run out."""
+    monkeypatch.setattr(workspace, "_CAPTURED_COUNTERS", 1024)
+    pool, cpu = workspace._Pool(), torch.device("cpu")
+    pool._slabs.append(torch.zeros(1024, dtype=torch.int32))
+    taken = [pool.for_capture(cpu, 8, count) for count in (1, 65, 200, 500, 64, 1)]
+    begins = [memory.addresses[1] - pool._slabs[0].data_ptr() for memory in taken]
+    assert begins[:4] == [0, 4 * 64, 4 * 192, 4 * 448]
+    assert begins[4] == 4 * 960
+    assert not 0 <= begins[5] < 4 * 1024  # memory of its own
+    assert [memory.sizes for memory in taken] == [(8, n) for n in (1, 65, 200, 500, 64, 1)]
+    assert not any(memory.counters.any() for memory in taken)
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ from billfish.bench.gemm_cases import (
 from billfish.bench.gemm_chain import chain, chain_forms
 from billfish.bench.gemm_compile import Form, compile_all, first_calls
 from billfish.bench.gemm_peers import PEER_VERSIONS, Maker, Matmul, makers, unpacked
-from billfish.bench.turns import Call, time_in_turns
+from billfish.bench.turns import Call, elapsed_us, time_in_turns
 from billfish.kernels import marlin
 from billfish.kernels.marlin import reference
 from billfish.kernels.marlin.configs import (
@@ -169,6 +169,13 @@ def host_cost(m: int = 1, calls: int = 100) -> dict[str, float]:
         "host_us_torch_matmul": host_us(partial(torch.matmul, x, dense)),
         "host_us_torch_empty": host_us(partial(torch.empty, (m, 4096), device="cuda")),
     }
+
+
+def pack_rate() -> float:
+    """Codes a second that are packed on this GPU, of the largest weight; the best of a few."""
+    weights = random_weights(*SHAPES[-1], 128, torch.float16)
+    pack = partial(marlin.pack, *weights, group_size=128, dtype=torch.float16)
+    return weights[0].numel() / min(elapsed_us(pack) for _ in range(4)) * 1e6
 
 
 class Run(NamedTuple):
@@ -308,7 +315,8 @@ def main(arguments: list[str]) -> None:
     head["host"] = host_cost()
     rate = read_rate()
     head["read_gbps"] = round(rate / 1e3)
-    print(head["host"], head["read_gbps"], flush=True)
+    head["packed_gcodes_s"] = round(pack_rate() / 1e9, 1)
+    print(head["host"], head["read_gbps"], head["packed_gcodes_s"], flush=True)
     if options.chain:
         for m in rows:
             keep(chain(m, rate))

@@ -53,6 +53,7 @@ def test_products(dtype, tmp_path, monkeypatch):
         assert row["gbps"] > 0
         assert 0 < row["rel_err"] < 2e-2
     assert record["read_gbps"] > 100
+    assert record["packed_gcodes_s"] > 0.5  # a model of 70B in two minutes, at the very least
     assert record["host"]["host_us"] > 0
 
 

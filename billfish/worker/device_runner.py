@@ -129,9 +129,11 @@ class DeviceRunner:
         self._host_tokens = [pinned((max_num_seqs,), torch.int32, device) for _ in range(copies)]
         self._decode_graphs = StepGraphs(self._decode, sizes)
         self._mixed_graphs = StepGraphs(self._mixed, mixed_sizes)
-        self._read_ahead: ReadAhead | None = None
-        if self._graphs and read_ahead.WISHES and read_ahead.reads_ahead(device):
-            self._read_ahead = ReadAhead(model, device, read_ahead.WISHES)
+        reads = self._graphs and read_ahead.reads_ahead(device)
+        self._read_ahead = [
+            (most, ReadAhead(model, device, wishes))
+            for most, wishes in (read_ahead.WISHES if reads else ())
+        ]
         # One for all captures: libraries keep memory for each stream that they have seen.
         self._capture_stream = torch.cuda.Stream(device) if self._graphs else None
 
@@ -181,7 +183,7 @@ class DeviceRunner:
         if self._capture_stream is not None:
             shared = torch.cuda.graph_pool_handle(), self._capture_stream
             layers = warm_up.kinds_of_layers(self.model)
-            if self._read_ahead is not None:
+            if self._read_ahead:
                 read_ahead.load(self.model)
             self._mixed_graphs.capture(partial(self._mixed, layers=layers), *shared)
             self._decode_graphs.capture(partial(self._decode, layers=layers), *shared)
@@ -296,9 +298,8 @@ class DeviceRunner:
         return self.model.logits(hidden)
 
     def _reading_ahead(self, count: int) -> AbstractContextManager[None]:
-        if self._read_ahead is None or count > read_ahead.MOST_REQUESTS:
-            return nullcontext()
-        return self._read_ahead.active()
+        fitting = (each.active() for most, each in self._read_ahead if count <= most)
+        return next(fitting, nullcontext())
 
     def _mixed(self, count: int, layers: Sequence[int] | None = None) -> Tensor:
         """Hidden states [count, hidden_size] of the step in the header, of any kind: as many

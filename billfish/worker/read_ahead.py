@@ -28,9 +28,9 @@ class Wish(NamedTuple):
     most: int
 
 
-WISHES: tuple[Wish, ...] = ()
-MOST_REQUESTS = 32
-"""Of a step that reads ahead: in larger ones the products themselves keep memory busy."""
+WISHES: tuple[tuple[int, tuple[Wish, ...]], ...] = ()
+"""What is read in steps of up to so many requests. In larger steps than the last entry's, products
+keep memory busy themselves. Long contexts drive out of the cache what is read beside attention."""
 
 
 def reads_ahead(device: torch.device) -> bool:

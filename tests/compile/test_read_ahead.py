@@ -12,6 +12,7 @@ from triton import knobs
 
 from billfish.models import random_weights
 from billfish.worker import read_ahead_gpu
+from billfish.worker.device_runner import DeviceRunner
 from billfish.worker.read_ahead import ReadAhead, Wish
 from tests.compile.offline import fake_device, machine_code
 
@@ -80,6 +81,20 @@ def test_weights_are_read_beside_what_comes_before_their_product(events) -> None
         waits, (units(second.attention.o_proj), 7), waits, (units(second.mlp.gate_up_proj), 8),
         "main waits",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [(1, ["few"]), (4, ["few"]), (5, ["more"]), (8, ["more"]), (9, [])]
+)
+def test_the_first_entry_that_fits_a_step_says_what_is_read(count, expected) -> None:
+    begun: list[str] = []
+
+    def entry(name: str) -> SimpleNamespace:
+        return SimpleNamespace(active=lambda: begun.append(name) or nullcontext())
+
+    runner = SimpleNamespace(_read_ahead=[(4, entry("few")), (8, entry("more"))])
+    with DeviceRunner._reading_ahead(runner, count):
+        assert begun == expected
 
 
 def test_nothing_is_read_outside_of_a_capture_nor_of_dense_weights(events, monkeypatch) -> None:

@@ -38,3 +38,16 @@ def test_rows_are_kept_of_the_same_device_and_commit(tmp_path):
     for other in ({**HEAD, "device": "c"}, {**HEAD, "commit": None}):
         with pytest.raises(ConfigError, match="--keep"):
             engine._kept(str(path), other)
+
+
+def test_starts_alone_are_told_as_they_come_and_make_no_third(monkeypatch):
+    seconds = [(14.0, {"compilation": 8.0}), (7.0, {"compilation": 1.0})]
+    monkeypatch.setattr(engine, "start_seconds", lambda options: iter(seconds))
+    monkeypatch.setattr(engine, "serve", lambda options: pytest.fail("a third start"))
+    saved = []
+    options = engine.parser().parse_args(["--measure", "start"])
+    rows = engine.run(options, lambda rows: saved.append([row["value"] for row in rows]))
+    assert [(row["compiled"], row["value"], row["phases"]) for row in rows] == [
+        ("cold", *seconds[0]), ("warm", *seconds[1]),
+    ]  # fmt: skip
+    assert saved == [[14.0], [14.0, 7.0]]

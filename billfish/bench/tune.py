@@ -37,15 +37,26 @@ def candidates(m: int) -> list[HopperConfig]:
         forms = [
             HopperConfig(rows=128, consumers=1, tile_m=tile_m, stages=5, blocks_per_sm=3),
             HopperConfig(rows=64, consumers=2, tile_m=tile_m, stages=6, blocks_per_sm=2),
+            HopperConfig(rows=64, consumers=1, tile_m=tile_m, stages=8, blocks_per_sm=4),
             HopperConfig(rows=128, consumers=2, tile_m=tile_m, stages=7),
         ]
-        if tile_m == 32:
-            forms = [replace(forms[1], stages=5), forms[2]]
-        return [
-            replace(form, grid_per_sm=grid)
+        if tile_m == 16:
+            forms[2] = replace(forms[2], stages=6)
+        elif tile_m == 32:
+            forms = [replace(forms[1], stages=5), replace(forms[2], stages=4), forms[3]]
+        forms = [
+            changed
             for form in forms
-            for grid in range(1, form.blocks_per_sm + 1)
+            for changed in (
+                *(replace(form, parts=parts) for parts in (2, 4, 8)),
+                *(
+                    replace(form, grid_per_sm=grid, sharing_cost=cost)
+                    for grid in range(1, form.blocks_per_sm + 1)
+                    for cost in (form.sharing_cost, 0)
+                ),
+            )
         ]
+        return [replace(form, prefetch=prefetch) for form in forms for prefetch in (False, True)]
     large = {"sum_scale": False}
     forms = [
         HopperConfig(rows=64, consumers=4, tile_m=64, stages=5),
@@ -61,7 +72,9 @@ def candidates(m: int) -> list[HopperConfig]:
         forms = [form for form in forms if form.tile_m > 64 or m <= 256]
         forms.append(HopperConfig(rows=64, consumers=2, tile_m=256, stages=3, **large))
     if m <= 256:
-        return forms + [replace(form, stream_k=False) for form in forms]
+        others: list[dict[str, Any]] = [{"stream_k": False}, {"sharing_cost": 2}]
+        others += [{"parts": parts} for parts in (2, 3, 4)]
+        return forms + [replace(form, **other) for other in others for form in forms]
     return [
         replace(form, group_m=group, keep_x=keep)
         for form in forms

@@ -74,6 +74,7 @@ def _moved(mode: str, off: str) -> Rows:
 
 
 _GEMM, _SCHEDULE = f"{MARLIN}.hopper_gemm", f"{MARLIN}.hopper_schedule"
+_QUEUE = f"{MARLIN}.hopper_queue"
 _FEED, _DECODE = f"{PAGED}.hopper_decode_feed", f"{PAGED}.hopper_decode"
 
 MARLIN_TECHNIQUES = (
@@ -84,7 +85,7 @@ MARLIN_TECHNIQUES = (
         "issue a load from global memory. Without: a queue of one stage, so that nothing is in "
         "flight while the tensor cores work.",
         'HopperConfig(stages=1), in the ablation "queue depth 1"',
-        (f"{_GEMM}:Queue.load_weights", f"{_GEMM}:Queue.load_x", f"{_GEMM}:_produce"),
+        (f"{_QUEUE}:Queue.load_weights", f"{_QUEUE}:Queue.load_x", f"{_GEMM}:_produce"),
         (Rows("ablation_gemm", "technique", "all on", "queue depth 1"),),
     ),
     Technique(
@@ -93,7 +94,7 @@ MARLIN_TECHNIQUES = (
         "on their way. Depth decides how many bytes are in flight, and so how much of the memory's "
         "latency is hidden. Without: two stages.",
         "HopperConfig(stages=...)",
-        (f"{_GEMM}:Queue", f"{_GEMM}:Queue.advance", f"{MARLIN}.hopper_plan:max_stages"),
+        (f"{_QUEUE}:Queue", f"{_QUEUE}:Queue.advance", f"{MARLIN}.hopper_plan:max_stages"),
         (_gemm("deep queue"),),
         ("ablation_gemm", "queue depth"),
     ),
@@ -135,7 +136,7 @@ MARLIN_TECHNIQUES = (
         "X is read by every block of rows, so its lines are marked to be evicted last. Without: "
         "no policy.",
         "HopperConfig(keep_x=False)",
-        (f"{MARLIN}.hopper_plan:Plan.cache_hints", f"{_GEMM}:Queue.load_x"),
+        (f"{MARLIN}.hopper_plan:Plan.cache_hints", f"{_QUEUE}:Queue.load_x"),
         (_gemm("X leaves L2 last"),),
     ),
     Technique(

@@ -77,7 +77,7 @@ def test_every_technique_that_the_benchmark_switches_is_known():
     "name",
     [
         "billfish.no_such_module:a", "billfish.kernels.marlin.hopper_gemm:Nothing",
-        "billfish.kernels.marlin.hopper_gemm:Queue.nothing",
+        "billfish.kernels.marlin.hopper_queue:Queue.nothing",
         "billfish.kernels.marlin.hopper_gemm:_sum|no such text",
     ],
 )  # fmt: skip

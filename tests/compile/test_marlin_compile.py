@@ -57,8 +57,9 @@ def shipped_configs() -> list[HopperConfig]:
         configs.hopper_config(m, units_for(n, k, 128, "symmetric"), gpu, batch_invariant)
         for (gpu, batch_invariant), m, (n, k) in itertools.product(ways, rows, shapes)
     )
-    same = {"grid_per_sm": 1, "stream_k": True, "group_m": 8, "keep_x": True}
-    return list(dict.fromkeys(replace(config, **same) for config in chosen))
+    same = {"grid_per_sm": 1, "sharing_cost": 10, "stream_k": True, "group_m": 8, "keep_x": True}
+    configs_ = (replace(config, **same, parts=2 if config.parts else 0) for config in chosen)
+    return list(dict.fromkeys(configs_))
 
 
 def cases():
@@ -83,7 +84,7 @@ def compile_hopper(
     x, y = torch.empty(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
     units = torch.empty(shape, dtype=torch.int32)
     memory = (y, y, y, torch.empty(4), torch.empty(4, dtype=torch.int32))
-    arguments = (*hopper_launch.descriptors(plan, x, units), *memory, *plan.numbers)
+    arguments = (*hopper_launch.descriptors(plan, x, units), *memory, *plan.numbers, units)
     with fake_device(90), tma_cache_hints(w4a16_hopper.__name__, plan.cache_hints):
         kernel = w4a16_hopper.warmup(*arguments, **plan.constants, **plan.options, grid=(1,))
     assert parameter_bytes(kernel.asm["ptx"]) == [*hopper_launch.FIELDS, 8, 8]
@@ -114,7 +115,7 @@ def test_threads_compile_with_policies_of_their_own_at_the_same_time():
 
 def test_heuristic_is_one_of_few():
     """The shipped set stays small enough to compile and to test all of it."""
-    assert 5 <= len(shipped_configs()) <= 18
+    assert 5 <= len(shipped_configs()) <= 30
 
 
 @pytest.mark.parametrize(("config", "group_size", "zero_point", "dtype"), list(cases()))
@@ -136,7 +137,7 @@ def test_hopper_kernel(config, group_size, zero_point, dtype):
 
 @pytest.mark.parametrize(
     "technique",
-    ["overlap", "stream_k", "pdl", "carry", "sum_scale", "stream_weights", "keep_x"],
+    ["overlap", "stream_k", "pdl", "prefetch", "carry", "sum_scale", "stream_weights", "keep_x"],
 )
 def test_techniques_can_be_switched_off(technique):
     """Each technique is a switch of the same kernel: turned around, it still compiles well."""
@@ -153,6 +154,9 @@ def test_techniques_can_be_switched_off(technique):
     if technique == "pdl":
         assert "ACQBULK" in codes[0].sass
         assert "ACQBULK" not in codes[1].sass
+    elif technique == "prefetch":
+        assert "UBLKPF" in codes[0].sass
+        assert "UBLKPF" not in codes[1].sass
     elif technique in ("stream_weights", "keep_x"):
         dimensions = {"stream_weights": "4D", "keep_x": "2D"}[technique]
         hinted = rf"UTMALDG\.{dimensions}.*desc\["

@@ -32,6 +32,7 @@ configurations = st.builds(
     stages=st.just(4),
     blocks_per_sm=st.integers(1, 3),
     grid_per_sm=st.integers(1, 3),
+    parts=st.sampled_from([0, 0, 2, 4, 7]),
     stream_k=st.booleans(),
 )
 
@@ -51,7 +52,10 @@ def block_steps(division, pid):
 @given(configurations, st.integers(1, 2000), st.integers(1, 60), st.integers(1, 40))
 def test_every_step_is_computed_once(config, m, n_units, steps):
     division = hopper_plan.divide(config, m, n_units, steps, 8)
-    assert 1 <= division.blocks <= 8 * config.grid_per_sm
+    most = 8 * config.grid_per_sm
+    if config.parts:
+        most = max(most, config.parts * division.tiles_n * division.tiles_m)
+    assert 1 <= division.blocks <= most
     assert division.tiles_n * config.tile_n >= n_units * 64
     assert division.tiles_m * config.tile_m >= m
     seen = [pair for pid in range(division.blocks) for pair in block_steps(division, pid)]
@@ -78,6 +82,20 @@ def test_sharing_is_for_blocks_that_would_idle():
     assert hopper_plan.divide(config, 1, 2 * 125, 64, 132).divided == 0  # 7 blocks idle: cheaper
     off = HopperConfig(rows=64, consumers=2, tile_m=16, stages=4, stream_k=False)
     assert hopper_plan.divide(off, 1, 2 * 40, 64, 132).divided == 0
+
+
+def test_parts_share_a_tile_evenly():
+    config = HopperConfig(rows=128, consumers=1, tile_m=8, stages=5, parts=4)
+    division = hopper_plan.divide(config, 1, 64, 32, 132)
+    assert division.blocks == division.divided * 4 == 128
+    for pid in range(division.blocks):
+        own = list(block_steps(division, pid))
+        assert own == [(pid // 4, pid % 4 * 8 + step) for step in range(8)]
+    by_rule = hopper_plan.divide(replace(config, parts=0), 1, 64, 32, 132)
+    # Where the steps cannot be divided by them, and where no tile is to be shared.
+    assert hopper_plan.divide(replace(config, parts=5), 1, 64, 32, 132) == by_rule
+    whole = hopper_plan.divide(replace(config, stream_k=False), 1, 64, 32, 132)
+    assert whole.divided == 0
 
 
 def test_more_steps_than_numbers_is_refused():
@@ -251,6 +269,7 @@ def test_later_launches_are_prepared_unless_a_profiler_watches(launches):
     assert len(prepared) == 2
     (blocks, arguments, first, count), stream, addresses = prepared[1]
     assert (stream, first, count) == (42, arguments.index(0), 5)
+    assert arguments[-1] == units.data_ptr()
     assert arguments[first : first + count] == [0] * count
     assert [v for v in arguments if isinstance(v, str)] == ["map 0", "map 1", "map 2"]
     assert len(arguments) == len(hopper_launch.FIELDS)

@@ -37,10 +37,14 @@ class HopperConfig:
     rows: rows of W a warpgroup computes, 64 or 128. consumers: warpgroups that compute, 1, 2 or 4.
     tile_m: tokens of a tile, 8 to 256. stages: depth of the queue. blocks_per_sm: thread blocks
     for which a multiprocessor has room. grid_per_sm: how many of them are launched; the room left
-    over is for the blocks of the next kernel, which fill their queues early (pdl). carry: the last
-    product of a stage runs on while the next stage is dequantized; only where the scale is applied
-    to fragments. group_m: token blocks of a raster group, where M > tile_m. stream_weights, keep_x:
-    weights leave the L2 cache first, and X last.
+    over is for the blocks of the next kernel, which fill their queues early (pdl). parts: how many
+    blocks share each tile, where its steps can be divided by that; 0: Stream-K's shares, which may
+    lie in two tiles. sharing_cost: about how many steps adding up the sums of shared tiles takes;
+    tiles stay whole where sharing would save less. carry: the last product of a stage runs on while
+    the next stage is dequantized; only where the scale is applied to fragments. prefetch: while a
+    block waits for the kernel ahead, it also brings the weights behind those of its queue into the
+    L2 cache, and has the next kernel start at once. group_m: token blocks of a raster group, where
+    M > tile_m. stream_weights, keep_x: weights leave the L2 cache first, and X last.
     """
 
     rows: int
@@ -49,11 +53,14 @@ class HopperConfig:
     stages: int
     blocks_per_sm: int = 1
     grid_per_sm: int = 1
+    parts: int = 0
+    sharing_cost: int = 10
     sum_scale: bool = True
     overlap: bool = True
     carry: bool = False
     stream_k: bool = True
     pdl: bool = True
+    prefetch: bool = False
     group_m: int = 8
     stream_weights: bool = True
     keep_x: bool = True

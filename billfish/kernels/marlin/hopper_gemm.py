@@ -11,8 +11,9 @@ weights never touch shared memory; X is the B operand. The techniques, each a co
   second.
 - Stream-K (Osama et al., 2023, arXiv 2301.03598), see hopper_schedule.
 - Programmatic dependent launch (`PDL`): the weight queue fills while the kernel before this one
-  drains. Everything but the weights is waited for, so the kernel before must not write them (an
-  ordinary kernel may: this one starts when it has ended).
+  drains; with `PREFETCH`, the L2 cache takes the weights after those. Everything but the weights is
+  waited for, so the kernel before must not write them (an ordinary kernel may: this one starts when
+  it has ended).
 - Grouped raster (`GROUP_M`): tiles that run at the same time share rows of W and X in L2.
 - L2 policies: weights leave the cache first (`STREAM_WEIGHTS`), X last (`KEEP_X`). The text of the
   kernel does not show them: hopper_plan.cache_hints asks the compiler for them.
@@ -25,7 +26,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -33,58 +33,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from billfish.kernels.gluon_compat import aggregate
 from billfish.kernels.marlin.hopper_layouts import code_layout, meta_layout, queue_shape
+from billfish.kernels.marlin.hopper_queue import Queue
 from billfish.kernels.marlin.hopper_schedule import Output, Schedule, finish_tile
 
 HALF_K = gl.constexpr(64)  # columns of one step of the inner loop: half a unit
-
-
-@aggregate
-class Queue:
-    """The circular queue between the producer warp and the consumers, and what feeds it."""
-
-    code_desc: tma.tensor_descriptor
-    meta_desc: tma.tensor_descriptor
-    x_desc: tma.tensor_descriptor
-    codes: gl.shared_memory_descriptor
-    meta: gl.shared_memory_descriptor
-    x: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    STAGES: gl.constexpr
-
-    @gluon.jit
-    def load_weights(self, stage, block, step):
-        """Start loading the units of one stage; the stage is full when X has arrived too."""
-        bar = self.full.index(stage)
-        nbytes: gl.constexpr = (
-            self.code_desc.block_type.nbytes
-            + self.meta_desc.block_type.nbytes
-            + self.x_desc.block_type.nbytes
-        )
-        mbarrier.expect(bar, nbytes)
-        units: gl.constexpr = self.code_desc.block_shape[0]
-        at = [block * units, step, 0, 0]
-        tma.async_copy_global_to_shared(self.code_desc, at, bar, self.codes.index(stage))
-        tma.async_copy_global_to_shared(self.meta_desc, at, bar, self.meta.index(stage))
-
-    @gluon.jit
-    def load_x(self, stage, tile_m, step):
-        at = [tile_m * self.x_desc.block_shape[0], step * self.x_desc.block_shape[1]]
-        bar = self.full.index(stage)
-        tma.async_copy_global_to_shared(self.x_desc, at, bar, self.x.index(stage))
-
-    @gluon.jit
-    def advance(self, stage, phase):
-        stage += 1
-        wrapped = stage == self.STAGES
-        return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
-
-    @gluon.jit
-    def before(self, stage):
-        """The stage before this one."""
-        # Computed, not carried along a loop: a variable that begins as another name of one that the
-        # loop carries (before = stage) is taken for a constant by Triton 3.6.
-        return gl.where(stage == 0, self.STAGES - 1, stage - 1)
 
 
 @aggregate
@@ -104,15 +56,19 @@ class Method:
 
 
 @gluon.jit
-def _produce(queue, work, PDL: gl.constexpr):
+def _produce(queue, work, PDL: gl.constexpr, PREFETCH: gl.constexpr):
     count = work.count()
     if PDL:
-        gdc_launch_dependents()
+        if not PREFETCH:
+            gdc_launch_dependents()
         tile, step = work.first()
         for stage in range(gl.minimum(count, queue.STAGES)):
             _, block = work.place(tile)
             queue.load_weights(stage, block, step)
             tile, step = work.next(tile, step)
+        if PREFETCH:
+            queue.prefetch(work)
+            queue.fetch_x_map()
         gdc_wait()
     tile, step = work.first()
     stage = 0
@@ -307,21 +263,24 @@ def _sum_carried(c: gl.constexpr, queue, run, stage, phase, how):
 )
 def w4a16_hopper(
     code_desc, meta_desc, x_desc, y_ptr, bias_ptr, residual_ptr, partial_ptr, count_ptr,
-    M, N, steps, tiles_n, tiles_m, whole, share, extra,
+    M, N, steps, tiles_n, tiles_m, whole, share, extra, units_ptr,
     ROWS: gl.constexpr, CONSUMERS: gl.constexpr, TILE_M: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr, ZEROS: gl.constexpr, SUM_SCALE: gl.constexpr, OVERLAP: gl.constexpr,
-    CARRY: gl.constexpr, PDL: gl.constexpr, GROUP_M: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, SILU_MUL: gl.constexpr, STREAM_WEIGHTS: gl.constexpr,
-    KEEP_X: gl.constexpr, ASM: gl.constexpr, REGS: gl.constexpr,
-    PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    CARRY: gl.constexpr, PDL: gl.constexpr, PREFETCH: gl.constexpr, GROUP_M: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU_MUL: gl.constexpr,
+    STREAM_WEIGHTS: gl.constexpr, KEEP_X: gl.constexpr, TOGETHER: gl.constexpr,
+    ASM: gl.constexpr, REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     """The kernel, launched by hopper_launch.Launch on a grid of one dimension.
 
-    Descriptors: see hopper_launch.descriptors. y [M, N]; bias, residual: any address where there is
-    none. partial: float32, two slots of a tile's sums for each block; count: int32 zeros, one for
-    each consumer of each divided tile, zero again afterwards. The numbers after N are those of
-    hopper_plan.Division; the constants come from hopper_plan.Plan.constants.
+    Descriptors: see hopper_launch.descriptors; units: what the first two describe. y [M, N]; bias,
+    residual: any address where there is none. partial: float32, two slots of a tile's sums for each
+    block; count: int32 zeros, one for each consumer of each divided tile, zero again afterwards.
+    The numbers after N are those of hopper_plan.Division; the constants come from
+    hopper_plan.Plan.constants.
     """
+    if PREFETCH:
+        gdc_launch_dependents()
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_M, 16]
     )
@@ -336,28 +295,34 @@ def w4a16_hopper(
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    known = full
+    if PREFETCH:
+        known = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(known.index(0), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=CONSUMERS)
-    queue = Queue(code_desc, meta_desc, x_desc, codes, meta, x, full, empty, STAGES)
+    queue = Queue(
+        code_desc, meta_desc, x_desc, codes, meta, x, full, empty, known, units_ptr, STAGES
+    )
     work = Schedule(
         gl.program_id(0), gl.num_programs(0), steps, tiles_n, tiles_m, whole, share, extra, GROUP_M
     )
     out = Output(
         y_ptr, bias_ptr, residual_ptr, partial_ptr, count_ptr, M, N, ROWS, CONSUMERS, HAS_BIAS,
-        HAS_RESIDUAL, SILU_MUL,
+        HAS_RESIDUAL, SILU_MUL, TOGETHER,
     )  # fmt: skip
     how = Method(ROWS, ACC, GROUPS, ZEROS, SUM_SCALE, OVERLAP, CARRY, PDL, ASM, REGS)
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_consume, (0, queue, work, out, how)),
-            (_produce, (queue, work, PDL)),
+            (_produce, (queue, work, PDL, PREFETCH)),
         ], [1], [PRODUCER_REGS])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
             (_consume, (0, queue, work, out, how)),
             (_consume, (1, queue, work, out, how)),
-            (_produce, (queue, work, PDL)),
+            (_produce, (queue, work, PDL, PREFETCH)),
         ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 4)
@@ -366,5 +331,5 @@ def w4a16_hopper(
             (_consume, (1, queue, work, out, how)),
             (_consume, (2, queue, work, out, how)),
             (_consume, (3, queue, work, out, how)),
-            (_produce, (queue, work, PDL)),
+            (_produce, (queue, work, PDL, PREFETCH)),
         ], [4, 4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip

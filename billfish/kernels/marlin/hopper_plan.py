@@ -13,7 +13,6 @@ from billfish.kernels.marlin.packing import CODE_WORDS, META_WORDS, UNIT_N
 
 _REGISTERS = 65536  # 32-bit registers of a multiprocessor
 _SHARED_MEMORY = 233472  # bytes of a multiprocessor, compute capability 9.0
-_SHARING_COST = 10  # steps: about what adding up the sums of shared tiles takes, on an H200
 _MAX_REGISTERS = 168  # a thread at launch; consumers take more from the producer's share
 
 
@@ -52,9 +51,12 @@ def divide(config: HopperConfig, m: int, n_units: int, steps: int, processors: i
     if tiles * steps >= 1 << 31:
         size = f"{m} x {64 * n_units} x {128 * steps}"
         raise KernelArgumentError(f"a product of {size} is too large for one call: split the rows")
+    if config.stream_k and config.parts and steps % config.parts == 0:
+        parts = config.parts
+        return Division(tiles * parts, steps, tiles_n, tiles_m, 0, steps // parts, 0)
     waves = -(-tiles // slots)
     idle = (waves - tiles / slots) * steps  # steps that a block idles if all tiles stay whole
-    if not config.stream_k or idle <= _SHARING_COST or idle <= 0.05 * waves * steps:
+    if not config.stream_k or idle <= config.sharing_cost or idle <= 0.05 * waves * steps:
         return Division(min(slots, tiles), steps, tiles_n, tiles_m, tiles, 0, 0)
     blocks = min(slots, tiles * steps)
     whole = tiles // blocks * blocks
@@ -135,12 +137,14 @@ class Plan:
             "OVERLAP": config.overlap,
             "CARRY": config.carry and not sum_scale,
             "PDL": config.pdl,
+            "PREFETCH": config.pdl and config.prefetch,
             "GROUP_M": 0 if self.division.tiles_m == 1 else config.group_m,
             "HAS_BIAS": self.has_bias,
             "HAS_RESIDUAL": self.has_residual,
             "SILU_MUL": self.silu_mul,
             "STREAM_WEIGHTS": config.stream_weights,
             "KEEP_X": config.keep_x,
+            "TOGETHER": 4 if config.parts and config.rows * config.tile_m <= 2048 else 1,
             "ASM": dequant.assembly("bf16" if self.dtype == torch.bfloat16 else "f16", mode),
             "REGS": dequant.constraints(mode),
             "PRODUCER_REGS": producer,

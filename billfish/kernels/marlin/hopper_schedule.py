@@ -110,6 +110,7 @@ class Output:
     HAS_BIAS: gl.constexpr
     HAS_RESIDUAL: gl.constexpr
     SILU_MUL: gl.constexpr
+    TOGETHER: gl.constexpr
 
     @gluon.jit
     def store(self, acc, tile_m, row0):
@@ -188,11 +189,28 @@ def finish_tile(acc, tile, c: gl.constexpr, work, out):
             slot = first * 2 + (work.start(first) < begin).to(gl.int32)
             total = gl.load(out.partial + slot.to(gl.int64) * SLOT + at, cache_modifier=".cg")
             others = out.partial + (first + 1).to(gl.int64) * (2 * SLOT) + at
-            for _ in range(last - first):
-                total += gl.load(others, cache_modifier=".cg")
-                others += 2 * SLOT
+            count = last - first
+            if out.TOGETHER == 1:
+                for _ in range(count):
+                    total += gl.load(others, cache_modifier=".cg")
+                    others += 2 * SLOT
+            else:
+                gl.static_assert(out.TOGETHER == 4)
+                for i in range(0, count, 4):
+                    p0 = _part(others, at, i < count)
+                    p1 = _part(others + 2 * SLOT, at, i + 1 < count)
+                    p2 = _part(others + 4 * SLOT, at, i + 2 < count)
+                    p3 = _part(others + 6 * SLOT, at, i + 3 < count)
+                    total = total + p0 + p1 + p2 + p3
+                    others += 8 * SLOT
             out.store(_unflatten(total, acc), tile_m, row0)
             gl.store(counter, 0)
+
+
+@gluon.jit
+def _part(sums, at, live):
+    """One block's sums, 0 where there is no such block. The mask is made of `at` for its layout."""
+    return gl.load(sums, mask=(at >= 0) & live, other=0.0, cache_modifier=".cg")
 
 
 @gluon.jit

@@ -35,5 +35,6 @@ def main() -> None:
     try:
         app()
     except (BillfishError, OSError) as error:
-        Console(stderr=True).print(f"error: {error}", style="bold red", markup=False)
+        console = Console(stderr=True)
+        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
         sys.exit(1)

@@ -78,6 +78,7 @@ def _charts(records: Records, names: Iterable[str]) -> Json:
         "serving": charts_data.serving(records),
         "engine": engine_tables.summary(records),
         "engine_step": engine_tables.step_rows(records),
+        "agreement": _rows(records, "engine_agreement"),
         "general": charts_data.general(records.get("general")) if "general" in names else [],
         "domains": charts_data.domains(records.get("general")) if "general" in names else {},
         "wrong": charts_data.wrong(records.get("general")) if "general" in names else [],
@@ -95,6 +96,10 @@ def check(document: Json, source: str) -> Json:
         if not isinstance(document.get(key), dict):
             raise RecordError(source, f"{key} is missing")
     return document
+
+
+def _rows(records: Records, name: str) -> list[Json]:
+    return list(records[name].rows) if name in records else []
 
 
 def _source(record: Record) -> Json:

@@ -158,6 +158,21 @@ def steps(document: Json) -> str:
     return _table(rows)
 
 
+def agreement(document: Json) -> str:
+    """Greedy tokens and log-probabilities of the demo model beside those in float32."""
+    found = document["charts"]["agreement"]
+    if not found:
+        return NOT_YET
+    rows = [["activations and KV", "same best token", "log-probabilities off by, on average",
+             "at most", "same texts"], ["---", *["--:"] * 4]]  # fmt: skip
+    for row in found:
+        rows.append([
+            row["dtype"], f"{row['same_best']} of {row['tokens']}", f"{row['logprob_mean']:.4f}",
+            f"{row['logprob_max']:.4f}", f"{row['same_texts']} of {row['texts']}",
+        ])  # fmt: skip
+    return _table(rows)
+
+
 def _table(rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -169,5 +184,6 @@ TABLES: Mapping[str, tuple[Callable[[Json], str], str | None]] = {
     "engine starts": (starts, None),
     "engine sampling": (sampling, None),
     "engine step": (steps, "step"),
+    "engine agreement": (agreement, "engine_agreement"),
 }
 """By name: what makes it, and the record that is named under it; others are of the same."""

@@ -28,5 +28,5 @@ def source_of(document: dict[str, Any], name: str) -> str:
 def commits_of(record: dict[str, Any]) -> str:
     """The commit that was measured; rows kept from before it name their own."""
     commit = (record["commit"] or "unknown")[:12]
-    earlier = [f"{rows} rows of {one[:12]}" for one, rows in record.get("earlier", {}).items()]
+    earlier = [f"{rows:.0f} rows of {one[:12]}" for one, rows in record.get("earlier", {}).items()]
     return f"{commit} ({', '.join(earlier)})" if earlier else commit

@@ -43,6 +43,8 @@ FIELDS: dict[str, dict[str, type]] = {
     "engine_gpu": _MODEL,
     "engine_vllm": _MODEL,
     "engine_cache": _MODEL,
+    "engine_agreement": {"dtype": str, "tokens": float, "same_best": float, "texts": float,
+                         "same_texts": float, "logprob_mean": float, "logprob_max": float},
 }  # fmt: skip
 """The records that a comparison is made from, and what each of their rows must have."""
 
@@ -63,7 +65,7 @@ LEAST, MOST = 1e-20, 1e18
 
 MAY_BE_WRONG = ("gemm", "gemm_formats", "general")
 """Records in whose rows a result that came out wrong has no time."""
-MAY_BE_ZERO = {"flops", "prompt", "gbps", "tflops", "floor_us", "rel_err", "output"}
+MAY_BE_ZERO = {"flops", "prompt", "gbps", "tflops", "floor_us", "rel_err", "output", "same_texts"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Links of the documentation: files are there, and have the symbols that a link names."""
 
+import json
 import re
 from pathlib import Path
 
@@ -32,6 +33,16 @@ def test_links_lead_to_files(page):
             heads = re.findall(r"^#+ (.+)$", there.read_text(), re.MULTILINE)
             slugs = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
             assert place in slugs, target
+
+
+def test_what_a_rounded_head_costs_is_what_is_recorded():
+    page = (ROOT / "docs" / "gpu_engine.md").read_text()
+    rows = json.loads((ROOT / "benchmarks" / "head_rounding.json").read_text())["rows"]
+    for row in rows:
+        share, mean = f"{100 * row['same_best']:.1f}%", f"{row['logprob_mean']:.3f}"
+        said = rf"{row['head']}(?: gives the same best token)? in {share}.*?off by {mean}"
+        assert re.search(said, page), row
+    assert {row["head"] for row in rows} == {"int8", "int4"}
 
 
 @pytest.mark.parametrize("family", CATALOGUE, ids=lambda family: family.name)

@@ -182,6 +182,16 @@ def test_a_whole_model_on_a_gpu():
     assert table("step") == [["o", "288", "67"], ["gaps", "20", "–"]]
 
 
+def test_a_model_on_a_gpu_beside_float32():
+    row = {"dtype": "bfloat16", "tokens": 1280, "same_best": 1200, "texts": 20, "same_texts": 3,
+           "logprob_mean": 0.03, "logprob_max": 0.5}  # fmt: skip
+    made = {"engine_agreement": Record("engine_agreement", "recorded", HEAD, [row])}
+    table = tables.TABLES["engine agreement"](build.comparison(made, ("marlin",), gpu=None))
+    assert cells(table) == [["bfloat16", "1200 of 1280", "0.0300", "0.5000", "3 of 20"]]
+    nothing = tables.TABLES["engine agreement"](build.comparison({}, ("marlin",), gpu=None))
+    assert nothing.startswith("Not measured yet.")
+
+
 def test_time_on_the_host():
     host = {"m": 1, "host_us": 3.0, "host_us_torch_matmul": 4.5}
     made = {"gemm": Record("gemm", "recorded", {**HEAD, "host": host}, [product("cublas", 1, 2.0)])}

@@ -253,6 +253,19 @@ def test_prefill(seq_lens, query_lens, dtype):
     check(make_case(seq_lens, query_lens, dtype=dtype))
 
 
+@both
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_programs_that_prefill_many_items(group):
+    """One after the other: of one tile and more, whole and split in the middle of a tile, and some
+    whose second half of rows is empty.
+    """
+    seq_lens = [1 + 53 * i % 300 for i in range(120)]
+    query_lens = [max(1, n - 41 * (i % 3)) for i, n in enumerate(seq_lens)]
+    case = make_case(seq_lens, query_lens, heads=32, kv_heads=32 // group)
+    check(case)
+    check(planned(case, max_query_len=1)[1])
+
+
 OPTIONS = [
     {"sliding_window": 1},
     {"sliding_window": 15},

@@ -10,9 +10,12 @@ from typer.testing import CliRunner
 
 from billfish.bench import serve
 from billfish.cli import app, common
+from billfish.cli import serve as serve_command
 from billfish.client import ServerError
+from billfish.config import EngineConfig
 from billfish.errors import BillfishError, QueueFullError
 from billfish.server.fake_engine import FakeEngine
+from billfish.server.messages import Launch
 from tests.server.live import KEY, live
 
 ANSWER = "Hello! I am a fake model, and this is all I say. 🐟"
@@ -171,3 +174,65 @@ def test_no_error_of_a_server_commands_the_terminal():
     error = ServerError(f"kind{HOSTILE}", f"the server says: {HOSTILE}")
     for text in (str(error), error.kind):
         assert text.replace("\t", "").replace("\n", "").isprintable()
+
+
+ENGINE_OPTIONS = {
+    "--dtype": ("float16", lambda config: config.dtype),
+    "--quantize": ("int4", lambda config: config.quantize),
+    "--device": ("cuda:1", lambda config: config.device),
+    "--head": ("int8", lambda config: config.head),
+    "--batch-invariant": (True, lambda config: config.batch_invariant),
+    "--kv-memory": (2.5, lambda config: config.cache.memory_bytes / 2**30),
+    "--gpu-memory": (0.5, lambda config: config.cache.gpu_memory),
+    "--block-size": (32, lambda config: config.cache.block_size),
+    "--no-prefix-caching": (True, lambda config: not config.cache.prefix_caching),
+    "--swap-blocks": (7, lambda config: config.cache.swap_blocks),
+    "--max-model-len": (99, lambda config: config.scheduler.max_model_len),
+    "--max-num-seqs": (5, lambda config: config.scheduler.max_num_seqs),
+    "--max-num-batched-tokens": (77, lambda config: config.scheduler.max_num_batched_tokens),
+    "--max-waiting": (11, lambda config: config.scheduler.max_waiting),
+    "--preemption": ("swap", lambda config: config.scheduler.preemption),
+}
+
+
+def test_options_of_serve_reach_the_engine(monkeypatch):
+    """None is accepted and ignored: each is where the engine's process builds the model from."""
+    configs = []
+    monkeypatch.setattr(
+        serve_command, "_serve", lambda settings, config, *rest: configs.append(config)
+    )
+    arguments = ["serve", "a.gguf"]
+    for name, (value, _) in ENGINE_OPTIONS.items():
+        arguments += [name] if value is True else [name, str(value)]
+    said = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert said.exit_code == 0, said.output
+    CliRunner().invoke(app, ["serve", "a.gguf"], catch_exceptions=False)
+    given, plain = configs
+    assert given.model == "a.gguf"
+    for name, (value, read) in ENGINE_OPTIONS.items():
+        assert read(given) == value, name
+        assert name in ("--kv-memory",) or read(plain) != value, name
+
+    asked = []
+
+    class Built(Exception):
+        pass
+
+    def build(**settings):
+        asked.append(settings)
+        raise Built
+
+    host = pytest.importorskip("billfish.server.llm_host")
+    monkeypatch.setattr(host, "LLM", build)
+    with pytest.raises(Built):
+        host.build(Launch(config=given, seed=3), lambda *progress: None)
+    (settings,) = asked
+    assert settings.pop("seed") == 3
+    settings.pop("progress")
+    assert EngineConfig(**settings) == given
+
+
+def test_batch_invariant_takes_all_that_it_needs():
+    config = EngineConfig(model="m", batch_invariant=True).invariant()
+    assert config.scheduler.equal_chunks
+    assert not config.cache.prefix_caching

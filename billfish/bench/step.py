@@ -200,7 +200,8 @@ def measure(served: bench_engine.Served, batch: int, context: int) -> tuple[list
     for _ in range(batch):
         served.add(context, 3 * STEPS + 8)
     while len(engine.step()) < batch:
-        pass
+        if not engine.has_unfinished:
+            raise ConfigError(f"{batch} requests of {context} tokens never decode together")
     for _ in range(4):
         engine.step()
     begin = time.perf_counter()
@@ -252,6 +253,16 @@ def parts_of(
     ]  # fmt: skip
 
 
+def _batches(said: str) -> list[int]:
+    try:
+        batches = [int(batch) for batch in said.split(",")]
+    except ValueError:
+        batches = [0]
+    if min(batches) < 1:
+        raise ConfigError(f"--batch is a number of requests, or several as 1,32, got {said!r}")
+    return batches
+
+
 def main(arguments: list[str]) -> None:
     from billfish.bench import record
 
@@ -262,7 +273,7 @@ def main(arguments: list[str]) -> None:
     options = cli.parse_args(arguments)
     if reason := why_no_gpu():
         raise ConfigError(f"bench step measures a GPU: {reason}")
-    batches = [int(batch) for batch in options.batch.split(",")]
+    batches = _batches(options.batch)
     options.max_num_seqs = max(batches)
     head = record.environment("billfish bench step " + " ".join(arguments))
     served = bench_engine.serve(options)

@@ -1,9 +1,15 @@
 """The step table worked out by hand: which kernel is what, what it adds, what it must cost."""
 
+from typing import Any, cast
+
 import pytest
 
-from billfish.bench.step import Kernel, Part, costs, exclusive, label, parts_of, table
+from billfish.bench import step
+from billfish.bench.engine import Served
+from billfish.bench.step import Kernel, Part, costs, exclusive, label, measure, parts_of, table
+from billfish.errors import ConfigError
 from billfish.models.random_weights import SHAPES
+from tests.engine.fake_worker import make_engine
 
 LAYER = ["_rms_norm_kernel", "w4a16", "_write_kernel", "decode", "w4a16", "_rms_norm_kernel"]
 FUSED = [*LAYER, "w4a16", "w4a16"]
@@ -49,6 +55,21 @@ def test_costs_of_llama_3_8b() -> None:
     assert known["attention"].bytes == pytest.approx(32 * 512 * 2 * 2 * 1024, rel=0.02)
     assert costs(config, 8, 512, int4=True)["o"].flops == 32 * 2 * 8 * 4096 * 4096
     assert costs(config, 1, 512, int4=False)["o"].bytes == pytest.approx(32 * 2 * 4096**2, rel=0.01)
+
+
+def test_requests_that_never_decode_together_are_told() -> None:
+    """A seat for one of two: they decode one after the other, and then nobody does."""
+    engine, _ = make_engine(max_num_seqs=1, eos_token_ids=())
+    served = Served(cast(Any, None), engine, vocab_size=256)
+    with pytest.raises(ConfigError, match="2 requests of 20 tokens never decode together"):
+        measure(served, batch=2, context=20)
+
+
+@pytest.mark.parametrize("said", ["", "x", "0", "4,-1", "1.5"])
+def test_numbers_of_requests(monkeypatch, said: str) -> None:
+    monkeypatch.setattr(step, "why_no_gpu", lambda: None)
+    with pytest.raises(ConfigError, match="--batch is a number of requests"):
+        step.main(["--batch", said])
 
 
 def test_table() -> None:

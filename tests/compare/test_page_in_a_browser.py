@@ -120,6 +120,15 @@ def test_names_in_a_roofline_do_not_overlap(open_page, recorded):
         assert one[1] <= two[0] or two[1] <= one[0] or one[3] <= two[2] or two[3] <= one[2]
 
 
+def test_the_table_of_records_fits_its_page(open_page, document):
+    """However many commits a record's rows are from."""
+    document["records"]["gemm"]["earlier"] = {f"{i:040x}": 12 for i in range(5)}
+    page = open_page(document)
+    assert "12 rows of 000000000000" in page.inner_text("#records")
+    table = page.locator("#records .table-wrap")
+    assert table.evaluate("e => e.scrollWidth - e.clientWidth") <= 0
+
+
 def test_any_width(open_page):
     page = open_page()
     for width in (320, 375, 768, 1280):

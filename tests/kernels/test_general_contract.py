@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from billfish.bench import general as bench
 from billfish.errors import KernelArgumentError
 from billfish.kernels import general
 from tests.kernels.general_calls import EMPTY, VIEWS, calls, of_nothing
+from tests.kernels.test_registration import Recorder, outputs
 
 ROOT = Path(general.__file__).parents[3]
 PUBLIC = [name for name in general.__all__ if not name.endswith("reference")]
@@ -100,6 +103,23 @@ def test_inputs_are_left_as_they_are(name):
     call()
     for argument, tensor in call.tensors.items():
         assert torch.equal(tensor, before[argument]) == (argument not in call.written)
+
+
+@pytest.mark.parametrize("name", calls())
+def test_it_is_an_operation_of_torch_with_a_fake(name):
+    """What runs without numbers, as torch.compile does, has the shapes of what runs with them."""
+    call = calls()[name]
+    with Recorder() as recorder:
+        call()
+    assert bool(recorder.seen) == (name not in ("black_scholes",))
+    for op, arguments, options in recorder.seen:
+        real = outputs(op(*arguments, **options))
+        with FakeTensorMode() as mode:
+            faked = tree_map_only(torch.Tensor, mode.from_tensor, (arguments, options))
+            fake = outputs(op(*faked[0], **faked[1]))
+        assert [(x.shape, x.dtype, x.stride()) for x in fake] == [
+            (x.shape, x.dtype, x.stride()) for x in real
+        ]
 
 
 def told(call, **given):

@@ -86,6 +86,7 @@ def test_gated_activation(monkeypatch, capability, function):
     launch = getattr(gpu, function)
     code = compiled(monkeypatch, gpu, "_gated_kernel", lambda: launch(x), capability)
     assert code.spill_bytes == 0
+    assert (code.count("ACQBULK") > 0) == (capability >= 90)
     assert code.count("LDG.E.128") > 0
 
 
@@ -107,6 +108,7 @@ def test_sample(monkeypatch, capability, dtype, greedy):
         # Float32 on sm_80 wants one register more than there are, by Triton 3.7.
         newer = not triton.__version__.startswith("3.6.")
         assert code.spill_bytes <= (4 if newer and capability == 80 else 0)
+        assert (code.count("ACQBULK") > 0) == (capability >= 90)
     assert code.count("LDG.E.128") > 0
 
 

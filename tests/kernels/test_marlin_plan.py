@@ -357,6 +357,17 @@ def test_copies_of_activations_are_not_kept(launches):
     assert not gpu._launches
 
 
+@pytest.mark.parametrize("m", [1, 3])
+def test_rows_of_odd_length_are_padded(launches, m):
+    """A single row too: its stride is never used, but has to be a multiple of 16 bytes."""
+    units = torch.zeros(5, 2, 1056, dtype=torch.int32)
+    y = product_of(torch.zeros(m, 203, dtype=torch.float16), units, 320)
+    assert y.shape == (m, 320)
+    ((arguments, _),) = launches[0]
+    assert list(arguments[2].shape) == [m, 203]
+    assert list(arguments[2].strides) == [208, 1]
+
+
 def test_few_launches_are_kept(launches, monkeypatch):
     monkeypatch.setattr(gpu, "_KEPT", 2)
     units = torch.zeros(5, 3, 1056, dtype=torch.int32)

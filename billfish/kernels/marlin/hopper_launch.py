@@ -104,7 +104,8 @@ class Launch:
     ) -> None:
         """Also compiles the kernel, so that the next launch needs no Triton."""
         p = self._plan
-        x = x.view(-1, x.shape[-1])
+        if x.dim() != 2:  # a view would forget the stride of a single row, which TMA asks for
+            x = x.view(-1, x.shape[-1])
         # Where no tile is divided they are not touched, but of one dtype: the kernel is the same.
         sums, counters = units.view(torch.float32), units
         if self._workspace[0]:

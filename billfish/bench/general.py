@@ -52,7 +52,8 @@ Row = dict[str, Any]
 
 
 def all_cases(names: Sequence[str] = (), quick: bool = False) -> list[Case]:
-    """Those of the kernels or domains named (none: all). quick: the first of each kernel."""
+    """Those of the kernels or domains named, in that order (none: all). quick: the first of each
+    kernel."""
     found: list[Case] = []
     for domain in DOMAINS:
         module = f"billfish.bench.general_{domain}"
@@ -65,6 +66,8 @@ def all_cases(names: Sequence[str] = (), quick: bool = False) -> list[Case]:
             f"no general kernel is named {', '.join(unknown)}; there are {', '.join(sorted(known))}"
         )
     kept = [case for case in found if not names or {case.kernel, case.domain} & set(names)]
+    if names:
+        kept.sort(key=lambda c: min(names.index(n) for n in (c.kernel, c.domain) if n in names))
     return list({case.kernel: case for case in reversed(kept)}.values())[::-1] if quick else kept
 
 
@@ -365,7 +368,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     cli.add_argument("--out", help="JSON file for the comparison with peers")
     cli.add_argument("--ablation", help="JSON file for the kernels with techniques switched off")
-    cli.add_argument("--kernels", default="", help="names of kernels or of domains: "
+    cli.add_argument("--kernels", default="", help="names of kernels or of domains, in this order: "
                      + ", ".join(DOMAINS))  # fmt: skip
     cli.add_argument("--peers", help="names of the peers wanted (default: all; '' for none)")
     cli.add_argument("--quick", action="store_true", help="one size of each kernel")

@@ -104,6 +104,14 @@ def test_compilation_alone_needs_processes(capsys):
         assert "--jobs, 1 or more" in capsys.readouterr().err
 
 
+def test_cases_come_in_the_order_of_their_names():
+    found = [case.kernel for case in bench.all_cases(["signal", "transpose", "sort"])]
+    assert found[0] == "fft"
+    assert found[-3:] == ["transpose", "sort", "sort"]
+    everything = [case.domain for case in bench.all_cases(["science", "data"])]
+    assert everything == sorted(everything, reverse=True)
+
+
 def test_the_floor_is_the_slower_of_memory_and_arithmetic():
     assert RATES.memory_us(4000, 0) == 1.0
     assert RATES.memory_us(0, 4000) == 2.0

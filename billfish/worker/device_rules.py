@@ -67,7 +67,7 @@ class DeviceRules:
         if known.allowed is not None:
             pairs, those = known.allowed
             kept = logits[pairs[0], pairs[1]]
-            logits[those] = -torch.inf
+            logits.index_fill_(0, those, -torch.inf)  # a number would be sent, and waited for
             logits[pairs[0], pairs[1]] = kept
         if known.words is not None:
             self._ban_words(logits, known.words, positions, rows)

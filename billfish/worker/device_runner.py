@@ -179,7 +179,12 @@ class DeviceRunner:
         )  # fmt: skip
 
     def capture(self) -> None:
-        """Capture the graphs, if there are to be any: compiles what they launch."""
+        """Capture the graphs, if there are to be any: compiles what they launch.
+
+        Steps of every size run for it: of no requests, because those of the last header may have
+        more tokens than there is room for, and would be written behind the buffers.
+        """
+        self.batch.header.clear()
         if self._capture_stream is not None:
             shared = torch.cuda.graph_pool_handle(), self._capture_stream
             layers = warm_up.kinds_of_layers(self.model)

@@ -74,6 +74,10 @@ class Header:
         views["integers"][:] = self.integers_by_row
         self._device.copy_(self._host[index], non_blocking=True)
 
+    def clear(self) -> None:
+        """Queue a step of no requests."""
+        self.send({name: [0] if name == "query_start" else [] for name in _FIELDS})
+
     def _padding(self, name: str, values: list[int]) -> int:
         """What stands behind a step's requests: they have no tokens."""
         if name == "query_start":

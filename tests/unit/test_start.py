@@ -67,6 +67,20 @@ def test_all_that_is_left_becomes_blocks(gpu) -> None:
     assert started.executor.execute(step).token_ids.keys() == {"a"}
 
 
+def test_graphs_are_captured_of_no_requests(gpu) -> None:
+    """The largest step was measured before: its tokens have no room in the smallest graph."""
+    scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=256, max_model_len=96)
+    runner = starting._start_on_gpu(setting(scheduler=scheduler), load).executor
+    header = runner.batch.header
+    for _ in range(2):
+        assert not any(tensor.any() for tensor in (header.query_start, header.seq_lens))
+        with torch.inference_mode():
+            assert runner._mixed(32).shape == (32, CONFIG.hidden_size)
+            assert runner._decode(4).shape == (4, CONFIG.vocab_size)
+        header.send({"query_start": [0, 200], "seq_lens": [200], "rows": [0], "found": [200]})
+        runner.capture()  # as after sleep
+
+
 def test_nothing_is_loaded_where_it_cannot_fit(gpu) -> None:
     too_many = setting(cache=CacheConfig(num_blocks=10**6))
     with pytest.raises(CapacityError, match="a pretended GPU"):

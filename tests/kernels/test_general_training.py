@@ -69,6 +69,31 @@ def test_rms_norm_has_a_derivative(dtype, shape):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_no_program_holds(dtype):
+    """On a GPU, too, norms of rows of any length: these launch nothing of ours."""
+    gpu = pytest.importorskip("billfish.kernels.general.gpu")
+    from billfish.kernels.general import layer_norm_gpu
+
+    size = gpu.WIDEST + 1
+    x, dy, residual = (draw(2, size, dtype=dtype, seed=seed) for seed in range(3))
+    weight, bias = draw(size, dtype=dtype, seed=3), draw(size, dtype=dtype, seed=4)
+    wide = x.double(), weight.double()
+    close(gpu.rms_norm(x, weight, 1e-3), general.rms_norm_reference(*wide, 1e-3))
+    normed, total = gpu.add_rms_norm(x, residual, weight, 1e-3)
+    assert torch.equal(total, x + residual)
+    close(normed, general.rms_norm_reference(total.double(), weight.double(), 1e-3))
+    got = layer_norm_gpu.layer_norm(x, weight, bias, 1e-3)
+    close(got, general.layer_norm_reference(*wide, bias.double(), 1e-3))
+    for centre in (True, False):
+        found = layer_norm_gpu.norm_backward(dy, x, weight, 1e-3, centre)
+        want = list(general.norm_backward_reference(dy.double(), *wide, 1e-3, centre))
+        want[2] = want[2] * centre
+        for part, exact in zip(found, want, strict=True):
+            assert part.dtype == dtype
+            close(part, exact, 1e-4)
+
+
 def test_rms_norm_of_a_sum_has_a_derivative():
     def ours(x, residual, weight):
         out, total = general.rms_norm(x, weight, 1e-5, residual)

@@ -13,6 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+WIDEST = 65536
+"""Values of the longest row that a program normalizes in its registers; torch does longer ones."""
+
 
 @cache
 def overlaps(device: torch.device) -> bool:
@@ -89,6 +92,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     size = x.shape[-1]
+    if size > WIDEST:
+        return _norm_of_torch(x, residual, weight, eps)
     rows = _rows(x)
     more = rows if residual is None else _rows(residual)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -98,11 +103,19 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
         pdl = overlaps(x.device)
         with _on(x):
             _rms_norm_kernel[(rows.shape[0],)](
-                rows, more, weight, out, total, rows.stride(0), more.stride(0), eps,
+                rows, more, weight.contiguous(), out, total, rows.stride(0), more.stride(0), eps,
                 D=size, BLOCK=block, ADD=residual is not None, PDL=pdl,
                 num_warps=_norm_warps(block, rows.shape[0]), **launch_options(pdl),
             )  # fmt: skip
     return out, total
+
+
+def _norm_of_torch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = (x if residual is None else x + residual).contiguous()
+    norm = torch.nn.functional.rms_norm(total.float(), weight.shape, weight.float(), eps)
+    return norm.to(x.dtype), total
 
 
 def _norm_warps(block: int, rows: int) -> int:

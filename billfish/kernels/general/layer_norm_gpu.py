@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from billfish.kernels.general.gpu import _on, _rows
+from billfish.kernels.general.gpu import WIDEST, _on, _rows
+from billfish.kernels.general.layer_norm import norm_backward_reference
 
 PROGRAMS = 264
 """Runs of rows, at most, each with a sum of the weights' gradient: the same on all GPUs, two for
@@ -139,6 +140,8 @@ def _warps(block: int) -> int:
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     rows, size = _rows(x), x.shape[-1]
+    if size > WIDEST:
+        return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps).contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows.shape[0]:
         block = triton.next_power_of_2(size)
@@ -155,8 +158,12 @@ def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, eps: float, centre: bool, *, fused: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dy, x: [rows, D]. centre: of layer norm; else of RMSNorm, and the bias's gradient is 0."""
-    grads, values = _rows(dy), _rows(x)
     rows, size = x.shape
+    if size > WIDEST:
+        wide = norm_backward_reference(dy.float(), x.float(), weight.float(), eps, centre)
+        dx, dw, db = (part.to(x.dtype) for part in wide)
+        return dx, dw, db if centre else torch.zeros_like(dw)
+    grads, values = _rows(dy), _rows(x)
     dx = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     run = max(1, triton.cdiv(rows, PROGRAMS))
     stages = 3 if size * (dy.itemsize + x.itemsize) <= AHEAD else 1

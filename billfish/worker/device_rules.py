@@ -121,7 +121,7 @@ class DeviceRules:
 
 def _ban(logits: Tensor, where: Tensor, tokens: Tensor, banned: Tensor) -> None:
     old = logits[where, tokens]
-    logits[where, tokens] = torch.where(banned, -torch.inf, old)
+    logits[where, tokens] = old.masked_fill(banned, -torch.inf)
 
 
 def _prepare(rows: Sequence[Row], device: torch.device) -> _Prepared:

@@ -14,7 +14,6 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "stream_k": {"stream_k": False},
     "equal parts": {"parts": 0},
     "early launch": {"pdl": False},
-    "weights fetched ahead": {"prefetch": False},
     "double buffering": {"overlap": False, "carry": False},
     "carried products": {"carry": False},
     "deep queue": {"stages": 2},

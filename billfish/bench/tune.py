@@ -44,7 +44,7 @@ def candidates(m: int) -> list[HopperConfig]:
             forms[2] = replace(forms[2], stages=6)
         elif tile_m == 32:
             forms = [replace(forms[1], stages=5), replace(forms[2], stages=4), forms[3]]
-        forms = [
+        return [
             changed
             for form in forms
             for changed in (
@@ -56,7 +56,6 @@ def candidates(m: int) -> list[HopperConfig]:
                 ),
             )
         ]
-        return [replace(form, prefetch=prefetch) for form in forms for prefetch in (False, True)]
     large = {"sum_scale": False}
     forms = [
         HopperConfig(rows=64, consumers=4, tile_m=64, stages=5),

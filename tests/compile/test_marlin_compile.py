@@ -84,7 +84,7 @@ def compile_hopper(
     x, y = torch.empty(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
     units = torch.empty(shape, dtype=torch.int32)
     memory = (y, y, y, torch.empty(4), torch.empty(4, dtype=torch.int32))
-    arguments = (*hopper_launch.descriptors(plan, x, units), *memory, *plan.numbers, units)
+    arguments = (*hopper_launch.descriptors(plan, x, units), *memory, *plan.numbers)
     with fake_device(90), tma_cache_hints(w4a16_hopper.__name__, plan.cache_hints):
         kernel = w4a16_hopper.warmup(*arguments, **plan.constants, **plan.options, grid=(1,))
     assert parameter_bytes(kernel.asm["ptx"]) == [*hopper_launch.FIELDS, 8, 8]
@@ -137,7 +137,7 @@ def test_hopper_kernel(config, group_size, zero_point, dtype):
 
 @pytest.mark.parametrize(
     "technique",
-    ["overlap", "stream_k", "pdl", "prefetch", "carry", "sum_scale", "stream_weights", "keep_x"],
+    ["overlap", "stream_k", "pdl", "carry", "sum_scale", "stream_weights", "keep_x"],
 )
 def test_techniques_can_be_switched_off(technique):
     """Each technique is a switch of the same kernel: turned around, it still compiles well."""
@@ -154,9 +154,6 @@ def test_techniques_can_be_switched_off(technique):
     if technique == "pdl":
         assert "ACQBULK" in codes[0].sass
         assert "ACQBULK" not in codes[1].sass
-    elif technique == "prefetch":
-        assert "UBLKPF" in codes[0].sass
-        assert "UBLKPF" not in codes[1].sass
     elif technique in ("stream_weights", "keep_x"):
         dimensions = {"stream_weights": "4D", "keep_x": "2D"}[technique]
         hinted = rf"UTMALDG\.{dimensions}.*desc\["

@@ -194,9 +194,7 @@ def forced_configs():
     depths = [HopperConfig(rows=64, consumers=2, tile_m=16, stages=depth) for depth in DEPTHS]
     no_policy = replace(plain[0], overlap=True, stream_weights=False, keep_x=False)
     shared = [
-        HopperConfig(
-            rows=rows, consumers=consumers, tile_m=tile_m, stages=4, parts=parts, prefetch=True
-        )
+        HopperConfig(rows=rows, consumers=consumers, tile_m=tile_m, stages=4, parts=parts)
         for rows, consumers, tile_m, parts in ((64, 2, 16, 2), (128, 1, 8, 2), (64, 1, 32, 4))
     ]
     return [*shipped_configs(), *plain, *depths, no_policy, *shared]
@@ -833,23 +831,21 @@ def test_early_launch_changes_nothing():
     for m in (1, 64):
         config = configs.hopper_config(m, units.shape, gpu_of(units.device))
         results = []
-        for switches in ({}, {"prefetch": True}, {"pdl": False}):
-            setting = replace(config, **switches)
+        for pdl in (True, False):
+            setting = replace(config, pdl=pdl)
             for seed in range(20):
                 y = activations(m, 4096, torch.float16, seed)
                 for _ in range(6):
                     y = hopper_launch.launch(y, units, Product(4096), setting)
                 results.append(y)
         assert bool(torch.stack(results).isfinite().all())
-        triples = zip(results[:20], results[20:40], results[40:], strict=True)
-        assert all(torch.equal(a, c) and torch.equal(b, c) for a, b, c in triples)
+        assert all(torch.equal(*pair) for pair in zip(results[:20], results[20:], strict=True))
 
 
 @pytest.mark.parametrize("parts", [0, 1, 2, 4, 8, 16])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 2048), (8, 200, 4096), (31, 6144, 8192)])
-def test_prefetch_and_parts(m, n, k, parts):
-    """However many blocks share a tile, each step is added once; what is fetched ahead changes no
-    bit, also where the rows end inside a tile."""
+def test_equal_parts(m, n, k, parts):
+    """However many blocks share a tile, each step is added once and in the same order."""
     if not is_hopper():
         pytest.skip("needs a GPU of compute capability 9.0")
     from billfish.kernels.marlin import hopper_launch
@@ -859,16 +855,11 @@ def test_prefetch_and_parts(m, n, k, parts):
     units, x = matrix.packed().tensors[0], activations(m, k, torch.float16, m)
     tile_m = 8 if m <= 8 else 32
     for rows, consumers, stages in ((128, 1, 2), (64, 2, 3), (64, 1, 5)):
-        y = [
-            hopper_launch.launch(
-                x, units, Product(n),
-                HopperConfig(
-                    rows=rows, consumers=consumers, tile_m=tile_m, stages=stages, parts=parts,
-                    blocks_per_sm=2, grid_per_sm=2, prefetch=prefetch, overlap=tile_m == 8,
-                ),
-            )
-            for prefetch in (True, False, True)
-        ]  # fmt: skip
+        config = HopperConfig(
+            rows=rows, consumers=consumers, tile_m=tile_m, stages=stages, parts=parts,
+            blocks_per_sm=2, grid_per_sm=2, overlap=tile_m == 8,
+        )  # fmt: skip
+        y = [hopper_launch.launch(x, units, Product(n), config) for _ in range(3)]
         check(y[0], x, matrix.exact())
         assert torch.equal(y[0], y[1])
         assert torch.equal(y[0], y[2])

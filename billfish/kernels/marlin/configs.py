@@ -41,10 +41,9 @@ class HopperConfig:
     blocks share each tile, where its steps can be divided by that; 0: Stream-K's shares, which may
     lie in two tiles. sharing_cost: about how many steps adding up the sums of shared tiles takes;
     tiles stay whole where sharing would save less. carry: the last product of a stage runs on while
-    the next stage is dequantized; only where the scale is applied to fragments. prefetch: while a
-    block waits for the kernel ahead, it also brings the weights behind those of its queue into the
-    L2 cache, and has the next kernel start at once. group_m: token blocks of a raster group, where
-    M > tile_m. stream_weights, keep_x: weights leave the L2 cache first, and X last.
+    the next stage is dequantized; only where the scale is applied to fragments. group_m: token
+    blocks of a raster group, where M > tile_m. stream_weights, keep_x: weights leave the L2 cache
+    first, and X last.
     """
 
     rows: int
@@ -60,7 +59,6 @@ class HopperConfig:
     carry: bool = False
     stream_k: bool = True
     pdl: bool = True
-    prefetch: bool = False
     group_m: int = 8
     stream_weights: bool = True
     keep_x: bool = True

@@ -11,9 +11,8 @@ weights never touch shared memory; X is the B operand. The techniques, each a co
   second.
 - Stream-K (Osama et al., 2023, arXiv 2301.03598), see hopper_schedule.
 - Programmatic dependent launch (`PDL`): the weight queue fills while the kernel before this one
-  drains; with `PREFETCH`, the L2 cache takes the weights after those. Everything but the weights is
-  waited for, so the kernel before must not write them (an ordinary kernel may: this one starts when
-  it has ended).
+  drains. Everything but the weights is waited for, so the kernel before must not write them (an
+  ordinary kernel may: this one starts when it has ended).
 - Grouped raster (`GROUP_M`): tiles that run at the same time share rows of W and X in L2.
 - L2 policies: weights leave the cache first (`STREAM_WEIGHTS`), X last (`KEEP_X`). The text of the
   kernel does not show them: hopper_plan.cache_hints asks the compiler for them.
@@ -56,19 +55,15 @@ class Method:
 
 
 @gluon.jit
-def _produce(queue, work, PDL: gl.constexpr, PREFETCH: gl.constexpr):
+def _produce(queue, work, PDL: gl.constexpr):
     count = work.count()
     if PDL:
-        if not PREFETCH:
-            gdc_launch_dependents()
+        gdc_launch_dependents()
         tile, step = work.first()
         for stage in range(gl.minimum(count, queue.STAGES)):
             _, block = work.place(tile)
             queue.load_weights(stage, block, step)
             tile, step = work.next(tile, step)
-        if PREFETCH:
-            queue.prefetch(work)
-            queue.fetch_x_map()
         gdc_wait()
     tile, step = work.first()
     stage = 0
@@ -263,24 +258,21 @@ def _sum_carried(c: gl.constexpr, queue, run, stage, phase, how):
 )
 def w4a16_hopper(
     code_desc, meta_desc, x_desc, y_ptr, bias_ptr, residual_ptr, partial_ptr, count_ptr,
-    M, N, steps, tiles_n, tiles_m, whole, share, extra, units_ptr,
+    M, N, steps, tiles_n, tiles_m, whole, share, extra,
     ROWS: gl.constexpr, CONSUMERS: gl.constexpr, TILE_M: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr, ZEROS: gl.constexpr, SUM_SCALE: gl.constexpr, OVERLAP: gl.constexpr,
-    CARRY: gl.constexpr, PDL: gl.constexpr, PREFETCH: gl.constexpr, GROUP_M: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU_MUL: gl.constexpr,
-    STREAM_WEIGHTS: gl.constexpr, KEEP_X: gl.constexpr, TOGETHER: gl.constexpr,
-    ASM: gl.constexpr, REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    CARRY: gl.constexpr, PDL: gl.constexpr, GROUP_M: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, SILU_MUL: gl.constexpr, STREAM_WEIGHTS: gl.constexpr,
+    KEEP_X: gl.constexpr, TOGETHER: gl.constexpr, ASM: gl.constexpr, REGS: gl.constexpr,
+    PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     """The kernel, launched by hopper_launch.Launch on a grid of one dimension.
 
-    Descriptors: see hopper_launch.descriptors; units: what the first two describe. y [M, N]; bias,
-    residual: any address where there is none. partial: float32, two slots of a tile's sums for each
-    block; count: int32 zeros, one for each consumer of each divided tile, zero again afterwards.
-    The numbers after N are those of hopper_plan.Division; the constants come from
-    hopper_plan.Plan.constants.
+    Descriptors: see hopper_launch.descriptors. y [M, N]; bias, residual: any address where there is
+    none. partial: float32, two slots of a tile's sums for each block; count: int32 zeros, one for
+    each consumer of each divided tile, zero again afterwards. The numbers after N are those of
+    hopper_plan.Division; the constants come from hopper_plan.Plan.constants.
     """
-    if PREFETCH:
-        gdc_launch_dependents()
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_M, 16]
     )
@@ -295,16 +287,10 @@ def w4a16_hopper(
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    known = full
-    if PREFETCH:
-        known = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(known.index(0), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=CONSUMERS)
-    queue = Queue(
-        code_desc, meta_desc, x_desc, codes, meta, x, full, empty, known, units_ptr, STAGES
-    )
+    queue = Queue(code_desc, meta_desc, x_desc, codes, meta, x, full, empty, STAGES)
     work = Schedule(
         gl.program_id(0), gl.num_programs(0), steps, tiles_n, tiles_m, whole, share, extra, GROUP_M
     )
@@ -316,13 +302,13 @@ def w4a16_hopper(
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_consume, (0, queue, work, out, how)),
-            (_produce, (queue, work, PDL, PREFETCH)),
+            (_produce, (queue, work, PDL)),
         ], [1], [PRODUCER_REGS])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
             (_consume, (0, queue, work, out, how)),
             (_consume, (1, queue, work, out, how)),
-            (_produce, (queue, work, PDL, PREFETCH)),
+            (_produce, (queue, work, PDL)),
         ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 4)
@@ -331,5 +317,5 @@ def w4a16_hopper(
             (_consume, (1, queue, work, out, how)),
             (_consume, (2, queue, work, out, how)),
             (_consume, (3, queue, work, out, how)),
-            (_produce, (queue, work, PDL, PREFETCH)),
+            (_produce, (queue, work, PDL)),
         ], [4, 4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip

@@ -46,9 +46,9 @@ def descriptors(plan: Plan, x: Tensor, units: Tensor) -> tuple[TensorDescriptor,
 
 _DESCRIPTORS = (*(MAP_BYTES, 4, 4, 4, 4, 8, 8, 8, 8) * 2, MAP_BYTES, 4, 4, 8, 8)
 _ADDRESSES, _NUMBERS = 5, 8
-FIELDS = (*_DESCRIPTORS, *(8,) * _ADDRESSES, *(4,) * _NUMBERS, 8)
-"""Sizes of the kernel's parameters: three tensor maps, each with its shape and strides, addresses
-that change with each call, numbers, and the address of the units."""
+FIELDS = (*_DESCRIPTORS, *(8,) * _ADDRESSES, *(4,) * _NUMBERS)
+"""Sizes of the kernel's parameters: three tensor maps, each with its shape and strides, then
+addresses and numbers."""
 
 # What torch's own compiler generates calls of: torch.empty takes twice as long, most of it for
 # keywords and dispatch.
@@ -112,8 +112,7 @@ class Launch:
             memory = workspace(self._device, *self._workspace)
             sums, counters = memory.sums, memory.counters
         bias, residual = y if bias is None else bias, y if residual is None else residual
-        tensors = y, bias, residual, sums, counters
-        arguments = (*descriptors(p, x, units), *tensors, *p.numbers, units)
+        arguments = (*descriptors(p, x, units), y, bias, residual, sums, counters, *p.numbers)
         with tma_cache_hints(w4a16_hopper.__name__, p.cache_hints):
             kernel = w4a16_hopper[(p.division.blocks,)](*arguments, **p.constants, **p.options)
         key = p.kernel_key, self._device.index
@@ -142,7 +141,7 @@ class Launch:
         for index, (start, shape, steps) in enumerate(maps):
             encoded = tensor_map(direct.kernel, index, start, shape, steps)
             arguments += [encoded, *shape, *steps]
-        arguments += [*[0] * _ADDRESSES, *p.numbers, address]
+        arguments += [*[0] * _ADDRESSES, *p.numbers]
         return PreparedLaunch(direct, p.division.blocks, arguments, len(_DESCRIPTORS), _ADDRESSES)
 
 

@@ -137,7 +137,6 @@ class Plan:
             "OVERLAP": config.overlap,
             "CARRY": config.carry and not sum_scale,
             "PDL": config.pdl,
-            "PREFETCH": config.pdl and config.prefetch,
             "GROUP_M": 0 if self.division.tiles_m == 1 else config.group_m,
             "HAS_BIAS": self.has_bias,
             "HAS_RESIDUAL": self.has_residual,

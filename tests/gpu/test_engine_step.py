@@ -158,29 +158,47 @@ def test_options_bind_the_tokens() -> None:
     assert 9 in tokens["tired"]
 
 
+def of_prompts(prompts: list[list[int]], device: torch.device, **options) -> torch.Tensor:
+    """Log-probabilities of their tokens."""
+    engine = served(shape(), device, **options)
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, params)
+    values = {}
+    while engine.has_unfinished:
+        for output in engine.step():
+            if output.finished:
+                values[int(output.request_id)] = [p.logprob for p in output.prompt_logprobs[1:]]
+    layer = {"int8": Int8Linear, "int4": QuantLinear, None: Linear}[options.get("head")]
+    assert type(engine._executor.model.lm_head) is layer
+    return torch.tensor([value for number in range(len(prompts)) for value in values[number]])
+
+
+CPU = torch.device("cpu")
+
+
 @pytest.mark.parametrize(("head", "mean_bound", "bound"), [("int8", 0.04, 0.3), ("int4", 0.2, 1.0)])
 def test_a_rounded_head(head: str, mean_bound: float, bound: float) -> None:
     """Log-probabilities of prompts against a head that is not rounded, on the CPU in float32."""
-    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-    found = []
-    for device, dtype, kind in (
-        (CUDA, torch.bfloat16, head), (torch.device("cpu"), torch.float32, None),
-    ):  # fmt: skip
-        engine = served(shape(), device, int4=False, dtype=dtype, head=kind)
-        layer = {"int8": Int8Linear, "int4": QuantLinear, None: Linear}[kind]
-        assert type(engine._executor.model.lm_head) is layer
-        for number, (prompt, _) in enumerate(requests(6, seed=1)):
-            engine.add_request(str(number), prompt, params)
-        values = {}
-        while engine.has_unfinished:
-            for output in engine.step():
-                if output.finished:
-                    values[output.request_id] = [p.logprob for p in output.prompt_logprobs[1:]]
-        found.append(torch.tensor([v for name in sorted(values) for v in values[name]]))
-    error = (found[0] - found[1]).abs()
+    prompts = [prompt for prompt, _ in requests(6, seed=1)]
+    rounded = of_prompts(prompts, CUDA, int4=False, head=head)
+    error = (rounded - of_prompts(prompts, CPU, int4=False, dtype=torch.float32)).abs()
     print(f"\n{head}: {error.mean():.4f} on average, {error.max():.4f} at most")
     assert error.mean() < mean_bound
     assert error.max() < bound
+
+
+def test_steps_larger_than_any_graph() -> None:
+    """3,000 tokens of ten prompts in one step, whose kernels are launched one by one."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(1, 512) for _ in range(300)] for _ in range(10)]
+    sizes = {"max_num_batched_tokens": 4096, "max_num_seqs": 16}
+    error = (
+        of_prompts(prompts, CUDA, **sizes) - of_prompts(prompts, CPU, dtype=torch.float32)
+    ).abs()
+    print(f"\n{error.mean():.4f} on average, {error.max():.4f} at most")
+    assert error.mean() < 0.03
+    assert error.max() < 0.2
 
 
 def test_all_that_is_used_is_in_the_plan() -> None:

@@ -234,7 +234,7 @@ PAGED_TECHNIQUES = (
         "The query heads that share a KV head are rows of one tensor-core tile, so that keys and "
         "values are read once for all of them. Without: every query head reads them anew.",
         "one attend, or one for each head of a group",
-        (f"{_DECODE}:_consume|row = _along", f"{PAGED}.hopper_rows:Rows"),
+        (f"{_DECODE}:_load_queries|row // rows.GROUP", f"{PAGED}.hopper_rows:Rows"),
         (_attention("GQA packing"),),
     ),
     Technique(

@@ -103,6 +103,31 @@ def _along(AXIS: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _load_queries(work, rows, begin, used_end):
+    """Packed query rows [ROWS, D] from new token `begin` on, before `used_end`: also those of the
+    requests behind, which saves waiting for where this one ends, and whose results are dropped.
+    """
+    D: gl.constexpr = rows.D
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    offset = (row // rows.GROUP) * rows.token_stride
+    offset += (work.head * rows.GROUP + row % rows.GROUP) * rows.head_stride
+    offset = gl.expand_dims(offset, 1) + gl.expand_dims(d, 0)
+    there = (row < rows.USED) & (begin + row // rows.GROUP < used_end)
+    live = gl.expand_dims(there, 1) & (offset >= 0)
+    base = rows.query + begin.to(gl.int64) * rows.token_stride
+    return gl.load(base + offset, mask=live, other=0.0)
+
+
+@gluon.jit
+def _for_each_warp(q, Q: gl.constexpr):
+    """Query rows [ROWS, D] as [WARPS, ROWS, D] in the layout of an operand."""
+    q = gl.expand_dims(gl.convert_layout(q, gl.SliceLayout(0, Q)), 0)
+    return q.broadcast_to([WARPS, q.shape[1], q.shape[2]])
+
+
+@gluon.jit
 def _share_result(
     top, total, acc, rows, r, head, split, begins_here, begin, end,
     COMBINE: gl.constexpr, CHUNK: gl.constexpr,
@@ -130,10 +155,6 @@ def _consume(
     used_end = gl.load(work.query_start + work.num_requests)
     if PDL:
         gdc_wait()
-    row = _along(1, ROWS, Q)
-    q_offset = (row // rows.GROUP) * rows.token_stride
-    q_offset += (work.head * rows.GROUP + row % rows.GROUP) * rows.head_stride
-    q_offset += _along(0, WARPS, Q) * 0 + _along(2, rows.D, Q)
     stage = 0
     phase = 0
     r = work.r
@@ -141,14 +162,15 @@ def _consume(
     kv_len = work.kv_len
     begin = work.begin
     end = work.end
+    ahead = _load_queries(work, rows, begin, used_end)
     while work.unfinished(r, tile):
         next_len, next_end = work.after(r)
         tiles = work.tiles(kv_len, end - begin)
         stop = work.stop(r, tiles)
+        q = _for_each_warp(ahead, Q)
+        # The next queries are on their way while these attend.
+        ahead = _load_queries(work, rows, end, used_end)
         if stop > tile:
-            live = (row < (end - begin) * rows.GROUP) & (q_offset >= 0)
-            q_base = rows.query + begin.to(gl.int64) * rows.token_stride
-            q = gl.load(q_base + q_offset, mask=live, other=0.0)
             first = work.first_key(kv_len, end - begin) // work.TILE
             top, total, acc, stage, phase = _attend_tiles(
                 q, work, queue, rows, stage, phase, first + tile, first + stop,

@@ -35,7 +35,7 @@ from billfish.kernels.paged_attention.prefill_items import (
     sharers,
 )
 
-SEGMENT_CHARGE = 4
+SEGMENT_CHARGE = 1
 """What the start and end of a request cost a program, in tiles."""
 
 BORDER: tl.constexpr = tl.constexpr(8)

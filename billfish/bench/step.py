@@ -72,8 +72,6 @@ def label(kernels: Sequence[Kernel], *, fused: bool) -> list[str]:
         elif "_write_kernel" in name:
             place = "attention"
             labels.append("rotate and write")
-        elif "_read_ahead_kernel" in name:
-            labels.append("reading ahead")
         elif "_gated_kernel" in name:
             place = "down"
             labels.append("gated activation")

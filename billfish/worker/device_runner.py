@@ -1,7 +1,6 @@
 """Runs the engine's plans on a device with memory of its own: queues a step, and goes on."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from billfish.engine.plan import NOT_FINITE, NULL_BLOCK, StepPlan, StepResult
 from billfish.kernels.paged_attention import AttentionMetadata
 from billfish.kernels.paged_attention.metadata import PADDING_SLOT
 from billfish.models.decoder import CausalLM
-from billfish.worker import read_ahead, step_inputs, warm_up
+from billfish.worker import step_inputs, warm_up
 from billfish.worker.device_batch import DeviceBatch, Step
 from billfish.worker.device_rules import DeviceRules
 from billfish.worker.grammar import GrammarCompiler
@@ -24,7 +23,6 @@ from billfish.worker.kv_cache import move_blocks
 from billfish.worker.logprobs import SLICE, PendingLogprobs
 from billfish.worker.model_runner import why_nothing_left
 from billfish.worker.parking import ParkedWeights, park, unpark
-from billfish.worker.read_ahead import ReadAhead
 from billfish.worker.sampler import NO_TOKEN, sample
 from billfish.worker.step_graphs import StepGraphs, ladder, mixed_ladder
 from billfish.worker.warm_up import TYPICAL_KV_TOKENS
@@ -129,11 +127,6 @@ class DeviceRunner:
         self._host_tokens = [pinned((max_num_seqs,), torch.int32, device) for _ in range(copies)]
         self._decode_graphs = StepGraphs(self._decode, sizes)
         self._mixed_graphs = StepGraphs(self._mixed, mixed_sizes)
-        reads = self._graphs and read_ahead.reads_ahead(device)
-        self._read_ahead = [
-            (most, ReadAhead(model, device, wishes))
-            for most, wishes in (read_ahead.WISHES if reads else ())
-        ]
         # One for all captures: libraries keep memory for each stream that they have seen.
         self._capture_stream = torch.cuda.Stream(device) if self._graphs else None
 
@@ -157,7 +150,6 @@ class DeviceRunner:
             *(partial(self._sample_nothing, dtype, True) for dtype in dtypes),
             *warm_up.norms(self.model, budget),
             self._make_no_inputs,
-            *([partial(read_ahead.load, self.model)] if self._read_ahead else []),
             *attention([(count, 1) for count in (16, 64) if count < seqs]),
         ]
 
@@ -188,8 +180,6 @@ class DeviceRunner:
         if self._capture_stream is not None:
             shared = torch.cuda.graph_pool_handle(), self._capture_stream
             layers = warm_up.kinds_of_layers(self.model)
-            if self._read_ahead:
-                read_ahead.load(self.model)
             self._mixed_graphs.capture(partial(self._mixed, layers=layers), *shared)
             self._decode_graphs.capture(partial(self._decode, layers=layers), *shared)
 
@@ -298,13 +288,8 @@ class DeviceRunner:
         metadata = AttentionMetadata(
             inputs.block_table, seq_lens, query_start, inputs.slots, 1, TYPICAL_KV_TOKENS
         )
-        with self._reading_ahead(count):
-            hidden = self._forward(inputs, metadata, layers)
+        hidden = self._forward(inputs, metadata, layers)
         return self.model.logits(hidden)
-
-    def _reading_ahead(self, count: int) -> AbstractContextManager[None]:
-        fitting = (each.active() for most, each in self._read_ahead if count <= most)
-        return next(fitting, nullcontext())
 
     def _mixed(self, count: int, layers: Sequence[int] | None = None) -> Tensor:
         """Hidden states [count, hidden_size] of the step in the header, of any kind: as many

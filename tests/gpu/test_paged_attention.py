@@ -112,7 +112,7 @@ def exact(case, scale=None, sliding_window=None, soft_cap=None, sinks=None):
             position = n - starts[r + 1] + torch.arange(a, b, device="cuda")
             seen = key <= position[:, None]
             if sliding_window is not None:
-                seen &= position[:, None] - key < sliding_window
+                seen &= position[:, None] - key < min(sliding_window, 2**40)
             scores = scores.masked_fill(~seen, -math.inf)
             largest = scores.masked_fill(~seen, 0).abs().amax(-1)
             extra = torch.full((*scores.shape[:-1], 1), -math.inf, device="cuda").double()

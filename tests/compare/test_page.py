@@ -79,10 +79,10 @@ def strings(tree):
         yield tree
 
 
-NAMES = ("FP16", "INT4", "W4A16", "16-bit", "H200", "L2", "3%", "100%", "Llama-3-8B", "bf16",
+NAMES = ("FP16", "INT4", "W4A16", "16-bit", "16 bits", "H200", "L2", "3%", "100%", "Llama-3-8B",
          "FlashAttention-3", "paged_attention v1", "paged_attention v2", "4x fewer bits", "A'",
          "4 bytes a thread", "at 1.", "of 512 tokens", "of 128 columns", "32 query heads",
-         "8 KV heads")  # fmt: skip
+         "8 KV heads", "bf16")  # fmt: skip
 """What has digits and is no measurement."""
 
 

@@ -58,7 +58,7 @@ def shipped_configs() -> list[HopperConfig]:
         for (gpu, batch_invariant), m, (n, k) in itertools.product(ways, rows, shapes)
     )
     same = {"grid_per_sm": 1, "sharing_cost": 10, "stream_k": True, "group_m": 8, "keep_x": True}
-    configs_ = (replace(config, **same, parts=2 if config.parts else 0) for config in chosen)
+    configs_ = (replace(config, **same, parts=2 if config.together > 1 else 0) for config in chosen)
     return list(dict.fromkeys(configs_))
 
 

@@ -68,6 +68,11 @@ class HopperConfig:
         """Rows of W of a tile."""
         return self.rows * self.consumers
 
+    @property
+    def together(self) -> int:
+        """Sums of a tile's other parts that are loaded at a time, as many as registers hold."""
+        return 4 if self.parts and self.rows * self.tile_m <= 2048 else 1
+
     def stage_bytes(self, meta_rows: int) -> int:
         """Shared memory of one stage; `meta_rows`: scales and zeros a row of a unit."""
         return self.tile_n * (64 + 2 * meta_rows) + self.tile_m * 256

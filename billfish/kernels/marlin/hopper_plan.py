@@ -143,7 +143,7 @@ class Plan:
             "SILU_MUL": self.silu_mul,
             "STREAM_WEIGHTS": config.stream_weights,
             "KEEP_X": config.keep_x,
-            "TOGETHER": 4 if config.parts and config.rows * config.tile_m <= 2048 else 1,
+            "TOGETHER": config.together,
             "ASM": dequant.assembly("bf16" if self.dtype == torch.bfloat16 else "f16", mode),
             "REGS": dequant.constraints(mode),
             "PRODUCER_REGS": producer,

@@ -166,7 +166,7 @@ def run(
     began = time.perf_counter()
     measures = options.measure.split(",")
     rows: list[dict[str, Any]] = []
-    num_blocks = options.num_blocks
+    blocks: dict[str, int] = {}  # what every row tells of the cache, once there is one
 
     def row(
         measure: str, batch: int, prompt: int, output: int, values: list[float], **more: Any
@@ -178,8 +178,7 @@ def run(
             "kv_dtype": options.dtype,
             "impl": "billfish", "measure": measure, "batch": batch, "prompt": prompt,
             "output": output, "reserve_tokens": options.reserve_tokens,
-            "num_blocks": num_blocks, "value": round(value, 3),
-            "spread": round(spread, 3), **more,
+            "value": round(value, 3), "spread": round(spread, 3), **blocks, **more,
         })  # fmt: skip
         print(f"{measure:14} batch {batch:4} prompt {prompt:5} {value:12.3f}  "
               f"spread {spread:.3f}", flush=True)  # fmt: skip
@@ -191,7 +190,7 @@ def run(
     if measures == ["start"]:
         return rows
     served = serve(options)
-    num_blocks = served.started.num_blocks
+    blocks["num_blocks"] = served.started.num_blocks
     prefill(served, 1, 64)
     if measures == ["none"]:
         inside = time.perf_counter() - began
@@ -216,14 +215,14 @@ def run(
             prefill(served, batch, prompt)
             values = [prefill(served, batch, prompt) for _ in range(options.rounds)]
             row("prefill_ms", batch, prompt, 1, values)
-    for reserve, blocks in _caches(options, measures, served.started.num_blocks):
+    for reserve, count in _caches(options, measures, served.started.num_blocks):
         lengths = read_lengths(options.lengths) if options.lengths else draw_lengths()
         prompts, outputs = (sum(pair[i] for pair in lengths) for i in (0, 1))
-        again = over(served.started, options, reserve, blocks)
+        again = over(served.started, options, reserve, count)
         value, mean = throughput(again, lengths)
         row(
             "output_tok_s", len(lengths), prompts, outputs, [value], reserve_tokens=reserve,
-            num_blocks=blocks, requests_s=round(value * len(lengths) / outputs, 3),
+            num_blocks=count, requests_s=round(value * len(lengths) / outputs, 3),
             mean_request_s=round(mean, 3),
         )  # fmt: skip
         print(again.engine.stats(), flush=True)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from billfish.bench import engine
+from billfish.compare import records
 from billfish.errors import ConfigError
 
 HEAD = {"device": "a", "commit": "b"}
@@ -51,3 +52,5 @@ def test_starts_alone_are_told_as_they_come_and_make_no_third(monkeypatch):
         ("cold", *seconds[0]), ("warm", *seconds[1]),
     ]  # fmt: skip
     assert saved == [[14.0], [14.0, 7.0]]
+    head = {"device": "a GPU", "date": "2026-01-01", "command": "this", "versions": {}}
+    records.checked(records.Record("engine_gpu", "recorded", head, rows), "a start's rows")

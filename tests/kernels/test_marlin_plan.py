@@ -356,6 +356,27 @@ def test_copies_of_activations_are_not_kept(launches):
     assert not gpu._launches
 
 
+def test_a_single_output_is_computed_by_the_portable_kernel(launches, monkeypatch):
+    from billfish.kernels.marlin import triton_gemm
+
+    given = []
+
+    def launch(x, units, product, tiling):
+        given.append((product.outputs, tiling.split))
+        return x.new_zeros(x.shape[0], product.outputs)
+
+    monkeypatch.setattr(triton_gemm, "launch", launch)
+    monkeypatch.setattr(gpu, "gpu_of", lambda device: GPU)
+    units = torch.zeros(1, 32, 1056, dtype=torch.int32)
+    for batch_invariant in (False, True):
+        x = torch.zeros(2, 3, 4096, dtype=torch.float16)
+        y = product_of(x, units, 1, batch_invariant=batch_invariant)
+        assert y.shape == (2, 3, 1)
+    assert [outputs for outputs, _ in given] == [1, 1]
+    assert given[1][1] == 1
+    assert launches == ([], [])
+
+
 @pytest.mark.parametrize("m", [1, 3])
 def test_rows_of_odd_length_are_padded(launches, m):
     """A single row too: its stride is never used, but has to be a multiple of 16 bytes."""

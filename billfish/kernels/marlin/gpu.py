@@ -183,7 +183,9 @@ def w4a16_matmul(
         return x.new_empty(shape)
     product = Product(outputs, layout.partition("-")[2], bias, residual, silu_mul)
     hopper = _hopper_kernel(x.device)
-    if hopper is None:
+    if (
+        hopper is None or outputs == 1
+    ):  # of 1, Triton makes a constant, which that kernel cannot hold
         return _by_portable_kernel(rows, units, product, batch_invariant).view(shape)
     rows = aligned_rows(rows)
     p = hopper.plan_of(rows, units, product, None, batch_invariant)
@@ -238,7 +240,7 @@ def kernel_key(
     epilogue = (bias, residual, weight.silu_mul)
     # Triton compiles for a number of outputs that is a multiple of 16, or not.
     shared = (weight.outputs % 16 == 0, weight.dtype, zero_point, *epilogue)
-    if _hopper_kernel(device) is None:
+    if _hopper_kernel(device) is None or weight.outputs == 1:
         tiling = triton_config(rows, units, gpu_of(device), batch_invariant)
         return (*shared, weight.group_size, tiling)
     from billfish.kernels.marlin.hopper_plan import plan

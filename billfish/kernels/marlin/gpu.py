@@ -183,9 +183,8 @@ def w4a16_matmul(
         return x.new_empty(shape)
     product = Product(outputs, layout.partition("-")[2], bias, residual, silu_mul)
     hopper = _hopper_kernel(x.device)
-    if (
-        hopper is None or outputs == 1
-    ):  # of 1, Triton makes a constant, which that kernel cannot hold
+    # Of a single output Triton makes a constant, which the Hopper kernel cannot hold.
+    if hopper is None or outputs == 1:
         return _by_portable_kernel(rows, units, product, batch_invariant).view(shape)
     rows = aligned_rows(rows)
     p = hopper.plan_of(rows, units, product, None, batch_invariant)

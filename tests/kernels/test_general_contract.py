@@ -131,6 +131,7 @@ def told(call, **given):
     return False
 
 
+@pytest.mark.filterwarnings("ignore:Casting complex values")
 @pytest.mark.parametrize("name", calls())
 def test_what_it_cannot_take_it_tells(name):
     """Whatever is given for a tensor: work, or an error that names what is wrong with it."""

@@ -20,6 +20,7 @@ from billfish.kernels.general import (
     sort_gpu,
     transpose_gpu,
 )
+from billfish.kernels.general._arguments import BITS
 
 SUM_TYPES = [torch.float32, torch.float16, torch.float64, torch.int32, torch.uint8]
 SOME_TYPES = [torch.float32, torch.float16, torch.uint8]
@@ -259,7 +260,7 @@ def test_digits_order_as_keys_do(dtype):
     digits = torch.zeros(size, 32, dtype=torch.int32)
     for p in range(size):
         _digit_kernel[(1,)](
-            keys.view(sort_gpu._BITS[size]), digits[p], 8 * p, dtype.is_floating_point,
+            keys.view(BITS[size]), digits[p], 8 * p, dtype.is_floating_point,
             0 if dtype == torch.uint8 else 1 << (8 * size - 1), sort_gpu._INFINITY.get(dtype, 0),
         )  # fmt: skip
     whole = [sum(int(digits[p, i]) << (8 * p) for p in range(size)) for i in range(32)]

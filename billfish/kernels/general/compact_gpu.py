@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from billfish.kernels.general._arguments import BITS
 from billfish.kernels.general._ptx import places
 from billfish.kernels.general._triton import AGGREGATE, PREFIX, look_back, publish
 from billfish.kernels.general.gpu import _on
@@ -16,8 +17,6 @@ BLOCK, WARPS = 8192, 16
 REGISTERS = 64
 """Of a thread: two programs share a multiprocessor, and read and write while others wait for the
 tiles before theirs, which is worth more than what is spilled for it."""
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @triton.jit
@@ -98,7 +97,7 @@ def compact(
     count = torch.zeros(1, dtype=torch.int64, device=x.device)
     if not n:
         return out, count
-    bits = _BITS[x.dtype.itemsize]
+    bits = BITS[x.dtype.itemsize]
     mask = keep.contiguous().view(torch.uint8)
     tiles = triton.cdiv(n, block)
     warps = max(1, min(WARPS, block // 512))

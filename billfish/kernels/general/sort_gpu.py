@@ -8,13 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from billfish.kernels.general._arguments import FLOATS
+from billfish.kernels.general._arguments import BITS, FLOATS
 from billfish.kernels.general._ptx import LOOK_BACK, split, tally
 from billfish.kernels.general._triton import AGGREGATE, PREFIX, _read, publish
 from billfish.kernels.general.gpu import _on
 from billfish.kernels.general.scan_gpu import scan
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INFINITY = {torch.float64: 0x7FF << 52, torch.float32: 0xFF << 23, torch.bfloat16: 0xFF << 7,
              torch.float16: 0x1F << 10}  # fmt: skip
 
@@ -295,7 +294,7 @@ def _sorted(
 ) -> tuple[Tensor, Tensor]:
     rows, n = keys.shape
     pairs = values is not None
-    moving = [x.contiguous().view(_BITS[x.dtype.itemsize]) for x in (keys, values) if x is not None]
+    moving = [x.contiguous().view(BITS[x.dtype.itemsize]) for x in (keys, values) if x is not None]
     if not keys.numel():
         return torch.empty_like(keys), torch.empty_like(keys if values is None else values)
     size = keys.dtype.itemsize

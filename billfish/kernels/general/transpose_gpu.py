@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from billfish.kernels.general._arguments import BITS
 from billfish.kernels.general.gpu import _on
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @triton.jit
@@ -33,7 +32,7 @@ def transpose_copy(x: Tensor, *, tiled: bool = True) -> Tensor:
     out = torch.empty(batch, n, m, dtype=x.dtype, device=x.device)
     if not x.numel():
         return out
-    bits = _BITS[x.dtype.itemsize]
+    bits = BITS[x.dtype.itemsize]
     # 256 bytes a side: whole lines of memory both ways, two at a time.
     side = 256 // x.dtype.itemsize if x.dtype.itemsize > 1 else 64
     rows, columns = (side, side) if tiled else (1, 1024)

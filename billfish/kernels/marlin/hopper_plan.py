@@ -22,7 +22,8 @@ class Division:
 
     tiles_n, tiles_m: tiles along the rows of W and along the tokens; steps: of 128 columns, of one
     tile. The first `whole` tiles are dealt out whole. Of the steps of the rest every block gets
-    `share`, the first `extra` blocks one more.
+    `share`, the first `extra` blocks one more. Of equal parts (`HopperConfig.parts`) none is whole,
+    and a tile's steps are a multiple of `share`.
     """
 
     blocks: int

@@ -1,10 +1,13 @@
 """Tables of tuned configurations of the Hopper kernel, one JSON file a GPU, in `tuned/`.
 
 `billfish bench tune` writes them. A row holds a weight [n, k], a number of tokens m, and the fields
-of the configuration that was faster there than the one by rules, with both times (where the row
-says `timed: layer`, those of the four products of a layer in a row). It serves every weight of that
-shape, and every number of tokens above the next smaller of `ROWS` up to m. What has no row goes by
-rules.
+of the configuration that was faster there than the one by rules, with both times. It serves every
+weight of that shape, and every number of tokens above the next smaller of `ROWS` up to m. What has
+no row goes by rules.
+
+Rows that say `timed: layer` are no work of that command, which times products alone and would write
+others in their place: their times are those of the four products of a layer in a row, in trials
+(`benchmarks/gemm_variants.json`).
 """
 
 import json

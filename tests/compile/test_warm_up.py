@@ -199,7 +199,7 @@ def test_all_that_steps_launch_is_compiled_ahead(name: str, launched, monkeypatc
 
 
 def test_each_product_is_compiled_once(launched, monkeypatch) -> None:
-    """Threads that compile the same kernel at the same time would do its work twice."""
+    """A second job of the same kernel would make tensors and launch for nothing."""
     runner = runner_of(MODELS["Llama 3 8B"], monkeypatch)
     for job in warm_up.products(runner.model, [*ladder(SEATS), *mixed_ladder(BUDGET)], BUDGET):
         before = len(launched)

@@ -45,6 +45,34 @@ def test_what_a_rounded_head_costs_is_what_is_recorded():
     assert {row["head"] for row in rows} == {"int8", "int4"}
 
 
+def test_times_of_the_engine_in_sentences_are_those_recorded():
+    rows = {
+        name: json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())["rows"]
+        for name in ("engine_gpu", "engine_cache")
+    }
+    page = (ROOT / "docs" / "gpu_engine.md").read_text()
+    tpot = {
+        row["batch"]: row["value"]
+        for row in rows["engine_gpu"]
+        if row["measure"] == "tpot_ms" and row["prompt"] == 512
+    }
+    said = " / ".join(f"{tpot[batch]:.1f}" for batch in (1, 32, 256))
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"for 1 / 32 / 256 requests in {said} ms" in readme
+    start = {
+        row["compiled"]: row["value"] - row["phases"]["imports"]
+        for row in rows["engine_gpu"]
+        if row["measure"] == "start_s"
+    }
+    said = f"without its imports it takes {start['warm']:.1f} seconds, the first one"
+    assert f"{said} {start['cold']:.0f}." in page
+    apart, blocks = sorted(rows["engine_cache"], key=lambda row: row["reserve_tokens"] is None)
+    said = f"{blocks['batch']} requests, with blocks {blocks['requests_s']:.1f} of them a second"
+    assert f"{said} against {apart['requests_s']:.1f}" in page
+    said = f"done after {blocks['mean_request_s']:.2f} seconds on average against"
+    assert f"{said} {apart['mean_request_s']:.2f}" in page
+
+
 @pytest.mark.parametrize("family", CATALOGUE, ids=lambda family: family.name)
 def test_the_page_of_a_family_explains_its_techniques(family):
     """Each has a diagram, or shares one, and its code is linked."""

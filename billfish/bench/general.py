@@ -286,6 +286,8 @@ def main(arguments: list[str]) -> None:
     names = tuple(name for name in options.kernels.split(",") if name)
     cases = all_cases(names, options.quick)
     peers = None if options.peers is None else options.peers.split(",")
+    if not options.out:
+        peers = []  # the other record has none
     head = record.environment("billfish bench general " + " ".join(arguments), PACKAGES)
     head["versions"] |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     head["missing"] = missing(cases)
@@ -308,9 +310,9 @@ def main(arguments: list[str]) -> None:
         print(f"[{index + 1}/{len(cases)}] {case.name}", flush=True)
         started = time.monotonic()
         found = _measured(
-            case, partial(measure, case, rates, DEVICE, peers if options.out else [],
-                          bool(options.ablation), time_in_turns),
-        )  # fmt: skip
+            case,
+            partial(measure, case, rates, DEVICE, peers, bool(options.ablation), time_in_turns),
+        )
         for path, more in zip((options.out, options.ablation), found, strict=True):
             if path:
                 rows[path] += more

@@ -104,6 +104,15 @@ def test_compilation_alone_needs_processes(capsys):
         assert "--jobs, 1 or more" in capsys.readouterr().err
 
 
+def test_peers_are_compiled_where_they_are_timed(monkeypatch):
+    """A record of techniques alone has none."""
+    asked = []
+    monkeypatch.setattr(bench, "compile_all", lambda *given: asked.append(given[2]) or [])
+    for paths in (["--ablation", "a.json"], ["--out", "o.json", "--ablation", "a.json"]):
+        bench.main([*paths, "--jobs", "1", "--compile-only", "--peers", "torch"])
+    assert asked == [[], ["torch"]]
+
+
 def test_cases_come_in_the_order_of_their_names():
     found = [case.kernel for case in bench.all_cases(["signal", "transpose", "sort"])]
     assert found[0] == "fft"

@@ -71,15 +71,11 @@ def _running(values, OP: gl.constexpr):
 
 @gluon.jit
 def _publish(state, tile, value, STATUS: gl.constexpr):
-    """As `_triton.publish`."""
+    """As `_triton.publish`, of 64 bits."""
     status = gl.to_tensor(STATUS).to(gl.int64) << 32
-    if value.dtype.primitive_bitwidth == 64:
-        bits = value.to(gl.int64, bitcast=True)
-        gl.atomic_xchg(state + 2 * tile, status | (bits & 0xFFFFFFFF), sem="relaxed")
-        gl.atomic_xchg(state + 2 * tile + 1, status | ((bits >> 32) & 0xFFFFFFFF), sem="relaxed")
-    else:
-        bits = value.to(gl.int32, bitcast=True).to(gl.int64)
-        gl.atomic_xchg(state + tile, status | (bits & 0xFFFFFFFF), sem="relaxed")
+    bits = value.to(gl.int64, bitcast=True)
+    gl.atomic_xchg(state + 2 * tile, status | (bits & 0xFFFFFFFF), sem="relaxed")
+    gl.atomic_xchg(state + 2 * tile + 1, status | ((bits >> 32) & 0xFFFFFFFF), sem="relaxed")
 
 
 @gluon.jit
@@ -91,7 +87,6 @@ def scan_kernel(
     """Tile t is the (t % tiles)-th of row t // tiles. WIDTH: neighbours that a thread reads."""
     READ: gl.constexpr = _warps_apart(BLOCK, WIDTH, num_warps)
     RUN: gl.constexpr = gl.BlockedLayout([BLOCK // (32 * num_warps)], [32], [num_warps], [0])
-    WORDS: gl.constexpr = DTYPE.primitive_bitwidth // 32
     tile = gl.atomic_add(ticket, 1, sem="relaxed")
     row = (tile // tiles).to(gl.int64)
     nth = tile % tiles
@@ -108,9 +103,8 @@ def scan_kernel(
     scanned = _running(run, OP)
     if nth > 0:
         bits = gl.inline_asm_elementwise(
-            BACK, CONSTRAINTS, [state + (tile - 1) * WORDS, nth],
-            dtype=gl.int64 if WORDS == 2 else gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            BACK, CONSTRAINTS, [state + (tile - 1) * 2, nth], dtype=gl.int64, is_pure=False, pack=1
+        )
         prefix = bits.to(DTYPE, bitcast=True)
         _publish(state, tile, _combine(prefix, total, OP), 2)
         scanned = _combine(prefix, scanned, OP)

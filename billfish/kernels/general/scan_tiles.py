@@ -6,9 +6,10 @@ read, with a scan across the warp for every 16 bytes, which are only two such va
 change hands in shared memory, before and after, within a warp, and the warp scans once.
 """
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from billfish.kernels.general._triton import add, combine, larger, smaller
 
 
 @gluon.constexpr_function
@@ -25,48 +26,23 @@ def _warps_apart(block, width, warps):
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _larger(a, b):
-    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@gluon.jit
-def _smaller(a, b):
-    return gl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@gluon.jit
-def _combine(a, b, OP: gl.constexpr):
-    if OP == "sum":
-        return a + b
-    elif OP == "max":
-        return _larger(a, b)
-    else:
-        return _smaller(a, b)
-
-
-@gluon.jit
 def _fold(values, OP: gl.constexpr):
     if OP == "sum":
-        return gl.reduce(values, 0, _add)
+        return gl.reduce(values, 0, add)
     elif OP == "max":
-        return gl.reduce(values, 0, _larger)
+        return gl.reduce(values, 0, larger)
     else:
-        return gl.reduce(values, 0, _smaller)
+        return gl.reduce(values, 0, smaller)
 
 
 @gluon.jit
 def _running(values, OP: gl.constexpr):
     if OP == "sum":
-        return gl.associative_scan(values, 0, _add)
+        return gl.associative_scan(values, 0, add)
     elif OP == "max":
-        return gl.associative_scan(values, 0, _larger)
+        return gl.associative_scan(values, 0, larger)
     else:
-        return gl.associative_scan(values, 0, _smaller)
+        return gl.associative_scan(values, 0, smaller)
 
 
 @gluon.jit
@@ -106,8 +82,8 @@ def scan_kernel(
             BACK, CONSTRAINTS, [state + (tile - 1) * 2, nth], dtype=gl.int64, is_pure=False, pack=1
         )
         prefix = bits.to(DTYPE, bitcast=True)
-        _publish(state, tile, _combine(prefix, total, OP), 2)
-        scanned = _combine(prefix, scanned, OP)
+        _publish(state, tile, combine(prefix, total, OP), 2)
+        scanned = combine(prefix, scanned, OP)
     else:
         _publish(state, tile, total, 2)
     result = gl.convert_layout(scanned.to(out.dtype.element_ty), READ)

@@ -16,6 +16,7 @@ planning, as it does when it serves; --plain does not.
 """
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -34,12 +35,14 @@ import torch
 
 from billfish.config import CacheConfig, SchedulerConfig
 from billfish.engine import Engine
+from billfish.engine.outputs import StepRecord
 from billfish.errors import ConfigError
 from billfish.models import random_weights
 from billfish.sampling_params import SamplingParams
 from billfish.worker import device
 from billfish.worker.device_runner import DeviceRunner
 from billfish.worker.start import Setting, Started, start
+from billfish.worker.step_graphs import LARGEST_MIXED
 
 DECODE = ((1, 512), (8, 512), (32, 512), (64, 512), (128, 512), (256, 512), (32, 8192))
 PREFILL = ((1, 8192), (16, 2048), (1, 512))
@@ -147,16 +150,51 @@ def prefill(served: Served, batch: int, prompt: int) -> float:
     return (last - begin) * 1e3
 
 
-def throughput(served: Served, lengths: list[tuple[int, int]]) -> tuple[float, float]:
-    """(output tokens a second, mean seconds of a request) of requests that all come at once."""
+@dataclass(frozen=True)
+class Many:
+    """Of requests that all come at once: output tokens a second, mean seconds of a request, and
+    where the time went: by kind of step how many there were, their tokens and seconds, and how many
+    of those the engine waited for the GPU."""
+
+    tokens_s: float
+    request_s: float
+    steps: list[dict[str, Any]]
+
+
+def throughput(served: Served, lengths: list[tuple[int, int]]) -> Many:
     for prompt, output in lengths:
         served.add(prompt, output)
     begin = time.perf_counter()
     seconds: list[float] = []
+    kinds: dict[str, list[StepRecord]] = {}
+    last, recent = None, served.engine.recent_steps
     while served.engine.has_unfinished:
         finished = sum(output.finished for output in served.engine.step())
         seconds += [time.perf_counter() - begin] * finished
-    return sum(output for _, output in lengths) / seconds[-1], statistics.fmean(seconds)
+        if recent and recent[-1] is not last:
+            last = recent[-1]
+            kinds.setdefault(kind_of(last), []).append(last)
+    steps = [
+        {
+            "kind": kind, "steps": len(these),
+            "tokens": sum(step.prefill_tokens + step.decode_tokens for step in these),
+            "seconds": round(sum(step.seconds for step in these), 3),
+            "waited": round(sum(step.waited for step in these), 3),
+        }
+        for kind, these in kinds.items()
+    ]  # fmt: skip
+    tokens = sum(output for _, output in lengths)
+    return Many(tokens / seconds[-1], statistics.fmean(seconds), steps)
+
+
+def kind_of(step: StepRecord) -> str:
+    if step.prefill_tokens:
+        large = step.prefill_tokens + step.decode_tokens > LARGEST_MIXED
+        return f"prompts, {'over' if large else 'up to'} {LARGEST_MIXED} tokens"
+    for most in (32, 128, 256, 512):
+        if step.requests <= most:
+            return f"decode, up to {most} requests"
+    return "decode, more requests"
 
 
 def run(
@@ -190,6 +228,8 @@ def run(
     if measures == ["start"]:
         return rows
     served = serve(options)
+    gc.collect()
+    gc.freeze()  # as where it serves
     blocks["num_blocks"] = served.started.num_blocks
     prefill(served, 1, 64)
     if measures == ["none"]:
@@ -219,11 +259,12 @@ def run(
         lengths = read_lengths(options.lengths) if options.lengths else draw_lengths()
         prompts, outputs = (sum(pair[i] for pair in lengths) for i in (0, 1))
         again = over(served.started, options, reserve, count)
-        value, mean = throughput(again, lengths)
+        many = throughput(again, lengths)
         row(
-            "output_tok_s", len(lengths), prompts, outputs, [value], reserve_tokens=reserve,
-            num_blocks=count, requests_s=round(value * len(lengths) / outputs, 3),
-            mean_request_s=round(mean, 3),
+            "output_tok_s", len(lengths), prompts, outputs, [many.tokens_s],
+            reserve_tokens=reserve, num_blocks=count, seats=options.max_num_seqs,
+            requests_s=round(many.tokens_s * len(lengths) / outputs, 3),
+            mean_request_s=round(many.request_s, 3), steps=many.steps,
         )  # fmt: skip
         print(again.engine.stats(), flush=True)
     return rows

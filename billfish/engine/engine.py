@@ -334,14 +334,15 @@ class Engine:
         pending, step.pending = step.pending, None
         asked = self._clock()
         result = pending.result() if pending else self._executor.execute(plan)
-        self._wait_seconds += self._clock() - asked
+        waited = self._clock() - asked
+        self._wait_seconds += waited
         self._check_result(plan, result)
         self._take_logprobs(scheduled, result)
         self._count_step()
         self._scheduler.succeed(scheduled)
         self._postprocess(scheduled, result, outputs)
         self._in_flight.popleft()
-        self._record(step, len(result.token_ids))
+        self._record(step, len(result.token_ids), waited)
 
     def stats(self) -> EngineStats:
         scheduler, pool, blocks = self._scheduler, self._pool, self._blocks
@@ -442,7 +443,7 @@ class Engine:
         self._slot_steps_used += self._blocks.slots_used(running)
         self._slot_steps_held += pool.block_size * sum(len(r.block_table) for r in running)
 
-    def _record(self, step: _InFlight, output_tokens: int) -> None:
+    def _record(self, step: _InFlight, output_tokens: int, waited: float) -> None:
         plan, prefill_tokens = step.scheduled.plan, step.scheduled.prefill_tokens
         if not plan.work:
             return
@@ -458,6 +459,7 @@ class Engine:
             running=self.num_running,
             waiting=self.num_waiting,
             blocks_in_use=self._pool.in_use,
+            waited=waited,
         )
         self.recent_steps.append(record)
 

@@ -144,7 +144,8 @@ class StepRecord:
     or since the one before ended where they overlap.
 
     prefill_tokens, decode_tokens: computed. output_tokens: chosen. requests: how many had work in
-    it. running, waiting: after it. blocks_in_use: KV blocks, after it.
+    it. running, waiting: after it. blocks_in_use: KV blocks, after it. waited: of its seconds,
+    those that the engine had nothing to do in but wait for the executor.
     """
 
     step: int
@@ -157,6 +158,7 @@ class StepRecord:
     running: int
     waiting: int
     blocks_in_use: int
+    waited: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

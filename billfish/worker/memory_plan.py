@@ -151,35 +151,34 @@ def estimate(
 ) -> MemoryPlan:
     """The plan of a GPU before anything is on it, and before blocks are chosen."""
     available, total = torch.cuda.mem_get_info(device)
-    step_bytes = partial(_step_bytes, config, dtype, cache.block_size, max_model_len)
+    parts = partial(_step_parts, config, dtype, cache.block_size, max_model_len)
+    activations, graphs = parts(scheduler.budget, scheduler.seats)
     return MemoryPlan(
         device=f"{torch.cuda.get_device_name(device)} ({device})",
         total=total,
         available=available,
         share=cache.gpu_memory,
         weights=estimate_weights(config, dtype, int4=int4),
-        activations=estimate_activations(config, dtype, scheduler.budget, scheduler.seats)
-        + estimate_tables(cache.block_size, max_model_len, scheduler.seats),
-        graphs=estimate_graphs(config, scheduler.budget, scheduler.seats),
+        activations=activations,
+        graphs=graphs,
         block_bytes=block_bytes(config, cache.block_size, dtype),
         block_size=cache.block_size,
         num_blocks=0,
         max_model_len=max_model_len,
         max_num_seqs=scheduler.seats,
         max_num_batched_tokens=scheduler.budget,
-        step_bytes=step_bytes,
+        step_bytes=lambda tokens, seqs: sum(parts(tokens, seqs)),
     )
 
 
-def _step_bytes(
+def _step_parts(
     config: ModelConfig, dtype: torch.dtype, block_size: int, max_model_len: int, tokens: int,
     seqs: int,
-) -> int:  # fmt: skip
-    return (
-        estimate_activations(config, dtype, tokens, seqs)
-        + estimate_tables(block_size, max_model_len, seqs)
-        + estimate_graphs(config, tokens, seqs)
-    )
+) -> tuple[int, int]:  # fmt: skip
+    """Bytes of activations, tables among them, and of graphs, for steps of that size."""
+    activations = estimate_activations(config, dtype, tokens, seqs)
+    tables = estimate_tables(block_size, max_model_len, seqs)
+    return activations + tables, estimate_graphs(config, tokens, seqs)
 
 
 def estimate_weights(config: ModelConfig, dtype: torch.dtype, *, int4: bool) -> int:

@@ -14,6 +14,11 @@ from torch import Tensor
 _LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224)
 
 
+LARGEST_MIXED = 2048
+"""Tokens of the largest step with prompts that is a graph. Larger ones keep a GPU busy for longer
+than their launches take."""
+
+
 def ladder(max_num_seqs: int) -> list[int]:
     """Batch sizes to capture: dense where a step is short, then every 32, the largest included."""
     sizes = [size for size in _LADDER if size < max_num_seqs]
@@ -21,10 +26,9 @@ def ladder(max_num_seqs: int) -> list[int]:
 
 
 def mixed_ladder(max_num_batched_tokens: int) -> list[int]:
-    """Numbers of tokens to capture steps of any kind for. Larger steps keep a GPU busy for longer
-    than their launches take."""
-    most = min(2048, max_num_batched_tokens)
-    sizes = [32, 64, 96, 128, *range(192, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256)]
+    """Numbers of tokens to capture steps of any kind for."""
+    most = min(LARGEST_MIXED, max_num_batched_tokens)
+    sizes = [32, 64, 96, 128, *range(192, 513, 64), *range(640, 1025, 128), *range(1280, most, 256)]
     return [*(size for size in sizes if size < most), most]
 
 

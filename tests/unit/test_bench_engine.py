@@ -7,6 +7,7 @@ import pytest
 from billfish.bench import engine
 from billfish.compare import records
 from billfish.errors import ConfigError
+from tests.engine.fake_worker import VOCAB, make_engine
 
 HEAD = {"device": "a", "commit": "b"}
 
@@ -29,6 +30,27 @@ def test_caches_with_and_without_blocks_are_measured_in_the_same_memory():
     assert engine._caches(options, ["decode"], 600) == []
     with pytest.raises(ConfigError, match="there are 100, got 128"):
         engine._caches(options, ["cache"], 100)
+
+
+def test_many_requests_say_where_their_time_went():
+    """Every step of a run is of one kind, with all its tokens; nobody waits longer than it took."""
+    made, _ = make_engine(
+        num_blocks=2048, max_model_len=4096, max_num_batched_tokens=2100, max_num_seqs=64,
+        overlap=True,
+    )  # fmt: skip
+    lengths = [(2060, 1), *((40, 3 + n) for n in range(40))]
+    many = engine.throughput(engine.Served(None, made, VOCAB), lengths)
+    steps = {step["kind"]: step for step in many.steps}
+    assert set(steps) == {
+        "prompts, over 2048 tokens", "prompts, up to 2048 tokens", "decode, up to 128 requests",
+        "decode, up to 32 requests",
+    }  # fmt: skip
+    assert sum(step["steps"] for step in many.steps) == len(made.recent_steps)
+    # The last token of a request is not computed.
+    assert sum(step["tokens"] for step in many.steps) == sum(a + b - 1 for a, b in lengths)
+    assert all(0 <= step["waited"] <= step["seconds"] + 1e-3 for step in many.steps)
+    assert many.tokens_s > 0
+    assert many.request_s > 0
 
 
 def test_rows_are_kept_of_the_same_device_and_commit(tmp_path):

@@ -269,8 +269,10 @@ def test_softmax(monkeypatch, size):
             shared = lambda y=y: softmax_gpu._shared_softmax(y, torch.empty_like(y))  # noqa: E731
             code = of_both(monkeypatch, softmax_gpu, "_shared_softmax_kernel", shared)
             # A part of a row is kept as it was read: as many words, and as many again to compute.
-            assert code.registers <= 64 + 8
-            assert code.count("LDG.E.EF.128") == code.count("STG.E.128") == 8
+            assert code.registers <= 64
+            assert code.count("STG.E.128") == 8
+            # Once, as a rule; a part that is missing in two reads, and its own again after it.
+            assert code.count("LDG.E.EF.128") == 4 * 8
     launch = lambda: softmax_gpu.softmax_backward(x, x)  # noqa: E731
     code = of_both(monkeypatch, softmax_gpu, "_softmax_backward_kernel", launch)
     assert code.count("LDG.E.128") > 0

@@ -375,6 +375,95 @@ def test_softmax_of_rows_shared_by_programs(rows, n, dtype):
     assert not softmax_gpu.shares(draw(2, n + 1, dtype=dtype))
 
 
+class Few:
+    """Launches some of a kernel's programs: the others are never scheduled."""
+
+    def __init__(self, kernel, programs):
+        self.kernel, self.programs = kernel, programs
+
+    def __getitem__(self, grid):
+        assert self.programs < grid[0]
+        return self.kernel[(self.programs,)]
+
+
+@pytest.mark.parametrize("programs", [1, 15, 37])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_softmax_needs_no_program_that_is_not_scheduled(monkeypatch, dtype, programs):
+    """Those that run do their parts, though the others of their rows never begin."""
+    x = 4 * draw(40, 128256, dtype=dtype)
+    want = softmax_gpu.softmax(x)
+    kernel = softmax_gpu._shared_softmax_kernel
+    monkeypatch.setattr(softmax_gpu, "_shared_softmax_kernel", Few(kernel, programs))
+    got = torch.full_like(x, -1.0)
+    softmax_gpu._shared_softmax(x, got)
+    done = got != -1.0
+    assert torch.equal(got[done], want[done])
+    assert int(done.sum()) == programs * 128256 // 16
+
+
+@pytest.mark.parametrize("patience", [1, softmax_gpu.PATIENCE])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_softmax_on_streams_at_once(graphs, patience):
+    """Rows shared by as many programs as may be, by more kernels at once than a GPU holds waiting
+    programs of; other kernels that wait, and graphs, among them. No patience at all: programs
+    compute what others are about to tell, to the bit."""
+    xs = [draw(24, 1 << 19, dtype=torch.bfloat16, seed=seed) for seed in range(16)]
+    values = draw(1, 10_000_019, dtype=torch.int32)
+    sums = values.cumsum(-1)
+    want = [torch.softmax(x.double(), -1) for x in xs[:2]]
+    first = [softmax_gpu.softmax(x) for x in xs]
+    for y, exact in zip(first, want, strict=False):
+        near(y, exact, 1e-7)
+    outs = [torch.empty_like(x) for x in xs]
+    scans = [None] * len(xs)
+    streams = [torch.cuda.Stream() for _ in xs]
+
+    def enqueue(k):
+        softmax_gpu._shared_softmax(xs[k], outs[k], patience=patience)
+        scans[k] = general.scan(values)
+
+    captured = [torch.cuda.CUDAGraph() for _ in xs] if graphs else []
+    torch.cuda.synchronize()
+    for k, graph in enumerate(captured):
+        with torch.cuda.graph(graph, stream=streams[k]):
+            enqueue(k)
+    for _ in range(3):
+        for out in outs:
+            out.fill_(-1)
+        torch.cuda.synchronize()
+        for k, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                captured[k].replay() if graphs else enqueue(k)
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, y) for out, y in zip(outs, first, strict=True))
+        assert all(torch.equal(scan, sums) for scan in scans)
+
+
+@pytest.mark.parametrize("name", ["scan", "scan in one order", "compact", "sort"])
+def test_programs_that_wait_on_streams_at_once(name):
+    """Tiles wait for tiles before them only, whose programs run: with many kernels at once too."""
+    values = draw(3_000_017, dtype=torch.int32)
+    keep = values > 40
+    kept = values[keep]
+    calls = {
+        "scan": (lambda: general.scan(values), values.cumsum(-1)),
+        "scan in one order": (lambda: general.scan(values, deterministic=True), values.cumsum(-1)),
+        "compact": (lambda: general.compact(values, keep)[0][: len(kept)], kept),
+        "sort": (lambda: general.sort(values), values.sort().values),
+    }
+    call, want = calls[name]
+    call()
+    streams = [torch.cuda.Stream() for _ in range(24)]
+    torch.cuda.synchronize()
+    got = []
+    for _ in range(4):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                got.append(call())
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, want) for one in got)
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("rows", "classes"), [(1, 1), (100, 31), (300, 50257), (64, 128256)])
 def test_cross_entropy(rows, classes, dtype):

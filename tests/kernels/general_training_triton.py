@@ -94,6 +94,47 @@ def test_softmax_of_infinities(resident):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_softmax_of_rows_shared_by_programs(monkeypatch, dtype):
+    """The interpreter runs one program after another: those that the first waits for have not
+    begun. It computes what they would tell."""
+    monkeypatch.setattr(softmax_gpu, "_SHARE", {2: (256, 16, 1), 4: (256, 32, 1)})
+    for rows, n in ((2, 64), (3, 200), (1, 520)):
+        x, out = 5 * draw(rows, n + 8, dtype=dtype)[:, :n], torch.empty(rows, n, dtype=dtype)
+        if rows == 3:
+            x[0], x[1, :130], x[2, 150] = -torch.inf, -torch.inf, torch.nan
+        softmax_gpu._shared_softmax(x, out, patience=2)
+        close(out, torch.softmax(x.double(), -1), 1e-6)
+
+
+def test_softmax_of_a_part_alone(monkeypatch):
+    """One program runs of those that share a row: its part is right, and it tells of the others to
+    the bit what they tell themselves."""
+    monkeypatch.setattr(softmax_gpu, "_SHARE", {4: (256, 32, 1)})
+    kernel, told = softmax_gpu._shared_softmax_kernel, []
+    x, out = 5 * draw(1, 200), torch.zeros(1, 200)
+
+    class Programs:
+        def __init__(self, count=None):
+            self.count = count
+
+        def __getitem__(self, grid):
+            def launch(x, out, state, *rest, **options):
+                kernel[(self.count or grid[0],)](x, out, state, *rest, **options)
+                told.append(state[: grid[0]])
+
+            return launch
+
+    for count in (1, None):
+        monkeypatch.setattr(softmax_gpu, "_shared_softmax_kernel", Programs(count))
+        out.zero_()
+        softmax_gpu._shared_softmax(x, out, patience=3)
+        done = 200 if count is None else 52  # 13 of 50 times 4 words
+        close(out[:, :done], torch.softmax(x.double(), -1)[:, :done], 1e-6)
+        assert not out[:, done:].any()
+    assert torch.equal(*told)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_cross_entropy(dtype):
     for rows, classes in ((1, 1), (5, 70), (4, 200), (0, 3)):
         logits = (5 * draw(2 * rows, classes + 8, dtype=dtype))[::2, 8:]

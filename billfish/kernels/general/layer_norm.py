@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-import billfish.kernels.general.rms_norm  # noqa: F401, for its operations get derivatives here
 from billfish.kernels._library import (
     bad_argument,
     check_activation,
@@ -25,6 +24,9 @@ from billfish.kernels._library import (
     differentiate,
     register,
 )
+
+# Its operations get their derivatives here.
+from billfish.kernels.general.rms_norm import check_eps
 
 _GPU = "billfish.kernels.general.layer_norm_gpu"
 
@@ -160,6 +162,5 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
         check_like(name, vector, "x", x)
         if x.dim() == 0 or vector.shape != x.shape[-1:] or not vector.numel():
             raise bad_argument(name, tuple(vector.shape), f"[D] for x {tuple(x.shape)}")
-    if not isinstance(eps, (int, float)) or not eps >= 0:
-        raise bad_argument("eps", eps, "a number that is not negative")
+    check_eps(eps)
     return _layer_norm(x, weight, bias, eps)

@@ -51,6 +51,11 @@ _add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = register(
 )
 
 
+def check_eps(eps: float) -> None:
+    if not isinstance(eps, (int, float)) or not eps >= 0:
+        raise bad_argument("eps", eps, "a number that is not negative")
+
+
 @overload
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: None = None) -> Tensor: ...
 @overload
@@ -74,8 +79,7 @@ def rms_norm(
     check_like("weight", weight, "x", x)
     if weight.dim() != 1 or x.dim() == 0 or weight.shape[0] != x.shape[-1] or x.shape[-1] == 0:
         raise bad_argument("weight", tuple(weight.shape), f"[D] for x {tuple(x.shape)}")
-    if not isinstance(eps, (int, float)) or not eps >= 0:
-        raise bad_argument("eps", eps, "a number that is not negative")
+    check_eps(eps)
     if residual is None:
         return _rms_norm(x, weight, eps)
     check_like("residual", residual, "x", x)

@@ -1,9 +1,10 @@
 """Softmax and its derivative along a dimension.
 
 Written as torch operators, a softmax is five passes over memory (maximum, difference, exponential,
-sum, quotient). Here a row stays in registers: one read, one write. A row too long for that is read
-twice: first its maximum and sum together, the sum rescaled whenever the maximum grows (Milakov &
-Gimelshein, 2018, arXiv:1805.02867), then for the result.
+sum, quotient). Here a row stays in registers: one read, one write. A longer row is shared by
+several programs, which tell each other their maximum and sum; and one that is too long even for
+them, or not aligned, is read twice: first its maximum and sum together, the sum rescaled whenever
+the maximum grows (Milakov & Gimelshein, 2018, arXiv:1805.02867), then for the result.
 
 The technique's switch: `softmax_gpu.softmax(..., resident=False)` reads every row twice.
 """

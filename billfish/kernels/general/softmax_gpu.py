@@ -93,43 +93,151 @@ def _wide(words, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _power(value, shift):
+def _power(value, shift, ASM: tl.constexpr):
     """e^value / 2^shift, 0 where that is no normal number."""
-    return tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [tl.fma(value, 1.4426950408889634, -shift)],
-        dtype=tl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
+    exponent = tl.fma(value, 1.4426950408889634, -shift)
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [exponent], dtype=tl.float32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        return tl.exp2(exponent)
 
 
 @triton.jit
-def _again(kept, CHUNKS: tl.constexpr):
+def _packed(first, second, PACK: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """A word of two results of 16 bits."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            PACK, "=r,f,f", [first, second], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        low = first.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32)
+        return (low & 0xFFFF) | (second.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _again(kept, CHUNKS: tl.constexpr, ASM: tl.constexpr):
     """The same words, of which the compiler does not know it: it would keep what they were turned
     into, twice as many registers, for the next time."""
     same = ()
     for c in tl.static_range(CHUNKS):
-        word = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [kept[c]], dtype=tl.int32, is_pure=False, pack=1
-        )
+        word = kept[c]
+        if ASM:
+            word = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=False, pack=1
+            )
         same = same + (word,)  # type: ignore[assignment]  # noqa: RUF005
     return same
 
 
 @triton.jit
-def _of_all(state, part, most, total, PARTS: tl.constexpr):
-    """(the exponent of the row's largest value, 0 if that is minus infinity; the row's sum): of
-    all parts, each of which tells its own and waits for the others'."""
-    word = (most.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (
+def _words(x, part, c, size, n, NOTHING: tl.constexpr, BLOCK: tl.constexpr):
+    """The c-th BLOCK words of a part of a row, which begins at x."""
+    mine = tl.minimum(n - part * size, size) * 4
+    d = c * BLOCK + tl.arange(0, BLOCK)
+    return tl.load(
+        x + part * size * 4 + d, mask=d < mine, other=NOTHING, eviction_policy="evict_first"
+    )
+
+
+@triton.jit
+def _part(x, part, size, n, NOTHING: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+    words = ()
+    for c in tl.static_range(CHUNKS):
+        more = _words(x, part, c, size, n, NOTHING, BLOCK)
+        words = words + (more,)  # type: ignore[assignment]  # noqa: RUF005
+    return words
+
+
+@triton.jit
+def _larger(largest, words, DTYPE: tl.constexpr):
+    first, second = _wide(words, DTYPE)
+    return tl.maximum(largest, tl.maximum(first, second))
+
+
+@triton.jit
+def _exponent(largest):
+    """(The largest of all, as a power of 2; the same, but 0 for minus infinity: where there is
+    nothing else, there is nothing to rescale.)"""
+    most = tl.max(largest, 0) * 1.4426950408889634
+    return most, tl.where(most > float("-inf"), most, 0.0)
+
+
+@triton.jit
+def _more(powers, words, shift, PACK: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    first, second = _wide(words, DTYPE)
+    powers += _power(first, shift, ASM)
+    if PACK is not None:
+        powers += _power(second, shift, ASM)
+    return powers
+
+
+@triton.jit
+def _told(most, powers):
+    """A part's maximum and sum in a word."""
+    total = tl.sum(powers, 0)
+    return (most.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (
         total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     )
-    # Relaxed: the word is all that is told.
-    tl.atomic_xchg(state + part, word, sem="relaxed")
+
+
+@triton.jit
+def _of_kept(
+    words, PACK: tl.constexpr, DTYPE: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    for c in tl.static_range(CHUNKS):
+        largest = _larger(largest, words[c], DTYPE)
+    most, shift = _exponent(largest)
+    words = _again(words, CHUNKS, ASM)
+    powers = tl.zeros([BLOCK], tl.float32)
+    for c in tl.static_range(CHUNKS):
+        powers = _more(powers, words[c], shift, PACK, DTYPE, ASM)
+    return _told(most, powers)
+
+
+@triton.jit
+def _of_missing(
+    x, part, size, n, NOTHING: tl.constexpr, PACK: tl.constexpr, DTYPE: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """As `_of_kept`, to the bit, in two reads: there are no registers for another part."""
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    for c in range(CHUNKS):
+        largest = _larger(largest, _words(x, part, c, size, n, NOTHING, BLOCK), DTYPE)
+    most, shift = _exponent(largest)
+    powers = tl.zeros([BLOCK], tl.float32)
+    for c in range(CHUNKS):
+        words = _words(x, part, c, size, n, NOTHING, BLOCK)
+        powers = _more(powers, words, shift, PACK, DTYPE, ASM)
+    return _told(most, powers)
+
+
+@triton.jit
+def _missing(words):
+    return tl.min(tl.where(words == 0, 0, 1), 0) == 0
+
+
+@triton.jit
+def _of_others(state, patience, PARTS: tl.constexpr):
+    """What all parts have told; 0 of those that have not, when patience is at its end."""
     p = tl.arange(0, PARTS)
     others = tl.full([PARTS], 0, tl.int64)
     waiting = True
     while waiting:
         # Atomics, for what one thread reads is then handed to all.
         others = tl.atomic_add(state + p, tl.full([PARTS], 0, tl.int64), sem="relaxed")
-        waiting = tl.min(tl.where(others == 0, 0, 1), 0) == 0
+        patience -= 1
+        waiting = (patience > 0) & _missing(others)
+    return others
+
+
+@triton.jit
+def _of_row(others):
+    """(the exponent of the row's largest value, 0 if that is minus infinity; the row's sum)."""
     mosts = (others >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     totals = others.to(tl.int32).to(tl.float32, bitcast=True)
     most = tl.max(mosts, 0)
@@ -139,9 +247,9 @@ def _of_all(state, part, most, total, PARTS: tl.constexpr):
 
 @triton.jit
 def _shared_softmax_kernel(
-    x, out, state, ticket, n, x_stride, out_stride, size, PARTS: tl.constexpr,
+    x, out, state, ticket, n, x_stride, out_stride, size, patience, PARTS: tl.constexpr,
     DTYPE: tl.constexpr, NOTHING: tl.constexpr, PACK: tl.constexpr, CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """A row of 4 n words is shared by PARTS programs, each of which keeps 4 size of them in
     registers; strides are counted in 4 words too. NOTHING: a word of minus infinity; PACK: the
@@ -149,52 +257,51 @@ def _shared_softmax_kernel(
 
     state: int64 [rows, PARTS], 0: the maximum and the sum of each part, as soon as they are known.
     No such word is 0: where the maximum is 0, the sum is 1 at least.
+
+    *It ends*, whatever else the GPU runs. Unlike tiles that look back (`_triton.py`), parts wait
+    for parts behind them too, whose programs may not have begun: kernels on several streams could
+    fill the GPU with programs that wait, and leave no room for those they wait for. So a program
+    looks at the state `patience` times, far longer than parts under way take, and then computes
+    what is missing itself: a function of x, which nobody changes. No program needs another one. (A
+    cooperative launch promises that all programs run at once, but takes no more than fit.)
     """
-    # In the order in which programs run: of those that wait, all but one row's have their parts.
+    # In the order in which programs run, so that the parts of a row run at once as a rule.
     turn = tl.atomic_add(ticket, 1, sem="relaxed")
     row = (turn // PARTS).to(tl.int64)
     part = turn % PARTS
-    x += (row * x_stride + part * size) * 4
+    x += row * x_stride * 4
     out += (row * out_stride + part * size) * 4
-    mine = tl.minimum(n - part * size, size) * 4
-    d = tl.arange(0, BLOCK)
-    kept = ()
-    for c in tl.static_range(CHUNKS):
-        more = tl.load(
-            x + c * BLOCK + d, mask=c * BLOCK + d < mine, other=NOTHING,
-            eviction_policy="evict_first",
-        )  # fmt: skip
-        kept = kept + (more,)  # type: ignore[assignment]  # noqa: RUF005
-    largest = tl.full([BLOCK], float("-inf"), tl.float32)
-    for c in tl.static_range(CHUNKS):
-        first, second = _wide(kept[c], DTYPE)
-        largest = tl.maximum(largest, tl.maximum(first, second))
-    # In powers of 2. Of minus infinities only: there is nothing to add, nor to rescale.
-    most = tl.max(largest, 0) * 1.4426950408889634
-    shift = tl.where(most > float("-inf"), most, 0.0)
-    kept = _again(kept, CHUNKS)
-    powers = tl.zeros([BLOCK], tl.float32)
-    for c in tl.static_range(CHUNKS):
-        first, second = _wide(kept[c], DTYPE)
-        powers += _power(first, shift)
-        if PACK is not None:
-            powers += _power(second, shift)
-    total = tl.sum(powers, 0)
-    shift, total = _of_all(state + row * PARTS, part, most, total, PARTS)
-    kept = _again(kept, CHUNKS)
+    state += row * PARTS
+    kept = _part(x, part, size, n, NOTHING, CHUNKS, BLOCK)
+    word = _of_kept(kept, PACK, DTYPE, CHUNKS, BLOCK, ASM)
+    # Relaxed: the word is all that is told.
+    tl.atomic_xchg(state + part, word, sem="relaxed")
+    others = _of_others(state, patience, PARTS)
+    if _missing(others):
+        p = tl.arange(0, PARTS)
+        for other in range(PARTS):
+            if tl.max(tl.where(p == other, tl.where(others == 0, 1, 0), 0), 0) == 1:
+                found = _of_missing(x, other, size, n, NOTHING, PACK, DTYPE, CHUNKS, BLOCK, ASM)
+                tl.atomic_xchg(state + other, found, sem="relaxed")
+                others = tl.where(p == other, found, others)
+        # Read again, for registers that would hold two parts are a program less at a time.
+        kept = _part(x, part, size, n, NOTHING, CHUNKS, BLOCK)
+    shift, total = _of_row(others)
+    kept = _again(kept, CHUNKS, ASM)
     if PACK is not None:
         # The sum divides in the exponent.
         shift += tl.log2(total)
     scale = 1.0 / total
+    mine = tl.minimum(n - part * size, size) * 4
+    d = tl.arange(0, BLOCK)
     for c in tl.static_range(CHUNKS):
         first, second = _wide(kept[c], DTYPE)
         if PACK is not None:
-            result = tl.inline_asm_elementwise(
-                PACK, "=r,f,f", [_power(first, shift), _power(second, shift)], dtype=tl.int32,
-                is_pure=True, pack=1,
-            )  # fmt: skip
+            result = _packed(
+                _power(first, shift, ASM), _power(second, shift, ASM), PACK, DTYPE, ASM
+            )
         else:
-            result = (_power(first, shift) * scale).to(tl.int32, bitcast=True)
+            result = (_power(first, shift, ASM) * scale).to(tl.int32, bitcast=True)
         tl.store(out + c * BLOCK + d, result, mask=c * BLOCK + d < mine)
 
 
@@ -251,10 +358,18 @@ _SHARE = {2: (16384, 512, 4), 4: (32768, 2048, 8)}
 """By the size of a value: bytes of a long row that a program keeps, words of it that it takes at a
 time, and its warps: as many programs as a multiprocessor's registers hold."""
 
+REGISTERS = 64
+"""Of a thread that shares a row: none are spilled, and more programs run than without a limit."""
+
+
+PATIENCE = 256
+"""How often a program looks for the other parts of its row, a microsecond or so each time, before
+it reads those that are missing itself."""
+
 
 def shares(rows: Tensor) -> bool:
-    """Whether programs may share rows: all of a row have to run at once, which so many do if each
-    second multiprocessor runs one; and they read 16 bytes at a time."""
+    """Whether programs share rows: all of a row should run at once, which so many do if each second
+    multiprocessor runs one; and they read 16 bytes at a time."""
     if triton.knobs.runtime.interpret or not rows.is_cuda:
         return False
     apart = rows.stride(0) * rows.itemsize
@@ -265,7 +380,7 @@ def shares(rows: Tensor) -> bool:
     return rows.shape[1] * rows.itemsize <= _SHARE[rows.itemsize][0] * parts
 
 
-def _shared_softmax(rows: Tensor, out: Tensor) -> None:
+def _shared_softmax(rows: Tensor, out: Tensor, *, patience: int = PATIENCE) -> None:
     most, chunk, warps = _SHARE[rows.itemsize]
     x, y = rows.view(torch.int32), out.view(torch.int32)
     n = x.shape[1] // 4
@@ -273,11 +388,14 @@ def _shared_softmax(rows: Tensor, out: Tensor) -> None:
     size = triton.cdiv(n, parts)
     nothing, pack = _WORDS[rows.dtype]
     state = torch.zeros(rows.shape[0] * parts + 1, dtype=torch.int64, device=rows.device)
+    compiled = not triton.knobs.runtime.interpret
+    limit = {"maxnreg": REGISTERS} if compiled else {}
     with _on(rows):
         _shared_softmax_kernel[(rows.shape[0] * parts,)](
-            x, y, state, state[-1:], n, x.stride(0) // 4, y.stride(0) // 4, size, PARTS=parts,
-            DTYPE=_TYPES[rows.dtype], NOTHING=nothing, PACK=pack,
-            CHUNKS=triton.cdiv(4 * size, chunk), BLOCK=chunk, num_warps=warps,
+            x, y, state, state[-1:], n, x.stride(0) // 4, y.stride(0) // 4, size, patience,
+            PARTS=parts, DTYPE=_TYPES[rows.dtype], NOTHING=nothing, PACK=pack,
+            CHUNKS=triton.cdiv(4 * size, chunk), BLOCK=chunk,
+            ASM=compiled, num_warps=warps, **limit,
         )  # fmt: skip
 
 

@@ -37,12 +37,11 @@ def _pointer(key: str) -> str:
 
 
 def shown(value: float, unit: str = "") -> str:
-    """Counts in full; ratios (x) with two decimals, percents with one; others to four digits.
-
-    Commas from 10,000 on.
+    """Counts in full; ratios (x) with two decimals, from 100 on none; percents with one; others to
+    four digits. Commas from 10,000 on, in ratios from 1,000.
     """
     if unit == "x":
-        return f"{value:.2f}"
+        return f"{value:.2f}" if abs(value) < 99.995 else f"{value:,.0f}"
     if unit == "%":
         return f"{value:.1f}"
     if value == int(value):

@@ -246,7 +246,7 @@ def stream_k() -> Json:
             blocks.append(parts)
         longest = max(sum(steps for _, steps in parts) for parts in blocks)
         total = d.tiles_n * d.tiles_m * d.steps
-        slots = H200[1] * config.grid_per_sm
+        slots = H200[1] * config.blocks_per_sm
         found[name] = {
             "tiles": d.tiles_n * d.tiles_m, "steps": d.steps, "blocks": blocks, "slots": slots,
             "longest": longest, "busy_percent": round(100 * total / (longest * slots), 1),

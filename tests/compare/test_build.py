@@ -248,6 +248,8 @@ def test_pictures_are_real(document):
             for tile, count in parts:
                 steps[tile] = steps.get(tile, 0) + count
         assert steps == dict.fromkeys(range(division["tiles"]), division["steps"])
+        assert len(division["blocks"]) <= division["slots"]
+        assert division["busy_percent"] <= 100
     assert shares["with"]["longest"] < shares["without"]["longest"]
 
     memory = pictures["memory"]

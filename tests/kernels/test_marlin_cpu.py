@@ -131,6 +131,7 @@ def test_batch_invariant_rows(dtype, group_size):
     for first, last in ((0, 1), (129, 130), (60, 61), (3, 10), (20, 69), (1, 130)):
         few = marlin.w4a16_matmul(x[first:last], weight, batch_invariant=True)
         assert torch.equal(few, many[first:last])
+    assert marlin.w4a16_matmul(x[:0], weight, batch_invariant=True).shape == (0, 96)
 
 
 def test_layouts():
@@ -235,6 +236,14 @@ GOOD = make(4, 64, 32)
         ("g_idx", {"g_idx": torch.zeros(64)}),
         ("g_idx", {"g_idx": torch.full((64,), 2)}),
         ("g_idx", {"g_idx": torch.full((64,), -1)}),
+        ("codes", {"codes": [[1]]}),
+        ("codes", {"codes": None}),
+        ("codes", {"codes": torch.zeros(4, 64, dtype=torch.uint8).to_sparse()}),
+        ("scales", {"scales": [[1.0]]}),
+        ("scales", {"scales": torch.ones(4, 2).to_sparse()}),
+        ("zeros", {"zeros": [[1]]}),
+        ("offsets", {"offsets": 0.5}),
+        ("g_idx", {"g_idx": [0] * 64}),
     ],
 )  # fmt: skip
 def test_pack_refuses(name, change):
@@ -261,6 +270,11 @@ def test_offsets_that_overflow_the_dtype_once_centred_are_refused():
         ("bias", torch.zeros(2, 64), torch.zeros(4, dtype=torch.float16)),
         ("bias", torch.zeros(2, 64), torch.zeros(4, device="meta")),
         ("gradient", torch.zeros(2, 64), torch.zeros(4, requires_grad=True)),
+        ("x", None, None),
+        ("x", [[0.0] * 64], None),
+        ("x", torch.zeros(2, 64).to_sparse(), None),
+        ("bias", torch.zeros(2, 64), [0.0] * 4),
+        ("bias", torch.zeros(2, 64), torch.zeros(4).to_sparse()),
     ],
 )
 def test_matmul_refuses(name, x, bias):
@@ -274,10 +288,12 @@ def test_epilogues_refuse():
     x = torch.zeros(2, 64)
     good = torch.zeros(2, 2)
     assert marlin.w4a16_matmul(x, weight, residual=good).shape == (2, 2)
-    for bad in (torch.zeros(2, 4), torch.zeros(2), good.half(), good.to("meta")):
+    for bad in (torch.zeros(2, 4), torch.zeros(2), good.half(), good.to("meta"), 1.0):
         with pytest.raises(KernelArgumentError, match="residual"):
             marlin.w4a16_matmul(x, weight, residual=bad)
     with pytest.raises(KernelArgumentError, match="gradient"):
         marlin.w4a16_matmul(x, weight, residual=good.requires_grad_())
+    with pytest.raises(KernelArgumentError, match="weight: got Tensor"):
+        marlin.w4a16_matmul(x, weight.tensors[0])
     with pytest.raises(KernelArgumentError, match="codes"):
         marlin.pack(**make(5, 64, 32), dtype=torch.float32, silu_mul=True)

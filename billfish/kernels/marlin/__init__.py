@@ -7,9 +7,17 @@ y = marlin.w4a16_matmul(x, weight)
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from billfish.kernels._library import bad_argument, check_no_grad, is_plain, register
+from billfish.kernels._library import (
+    bad_argument,
+    check_dense,
+    check_no_grad,
+    check_tensors,
+    is_plain,
+    register,
+)
 from billfish.kernels.marlin import cpu, gpu
 from billfish.kernels.marlin.weight import GROUP_SIZES, PackedWeight, pack
 
@@ -53,6 +61,10 @@ def w4a16_matmul(
     Raises KernelArgumentError: dtype, device or shape of x, bias or residual does not fit the
     weight. The kernels on a GPU follow Marlin (Frantar et al., 2024, arXiv:2408.11743).
     """
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        raise bad_argument("x", _kind(x), "a tensor that is not sparse")
+    if not isinstance(weight, PackedWeight):
+        raise bad_argument("weight", type(weight).__name__, "a PackedWeight, made by `pack`")
     if x.is_cuda and bias is None and residual is None and is_plain(x):
         again = gpu.launch_of(x, weight, batch_invariant)
         if again is not None:  # what is checked below was right then
@@ -66,10 +78,8 @@ def w4a16_matmul(
     if x.device != tensors[0].device:
         raise bad_argument("x", x.device, f"the weight's device, {weight.device}")
     if bias is not None:
-        check_no_grad("bias", bias)
         _check_added("bias", bias, (weight.n,), x)
     if residual is not None:
-        check_no_grad("residual", residual)
         _check_added("residual", residual, (*x.shape[:-1], weight.outputs), x)
     return _w4a16_matmul(
         x, weight.outputs, tensors, weight.layout, weight.group_size, weight.g_idx,
@@ -77,7 +87,14 @@ def w4a16_matmul(
     )  # fmt: skip
 
 
+def _kind(value: object) -> str:
+    return str(value.layout) if isinstance(value, Tensor) else type(value).__name__
+
+
 def _check_added(name: str, added: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
+    check_tensors(**{name: added})
+    check_dense(name, added)
+    check_no_grad(name, added)
     if added.shape != shape or added.dtype != x.dtype or added.device != x.device:
         got = f"{added.dtype} {tuple(added.shape)} on {added.device}"
         raise bad_argument(name, got, f"{x.dtype} {list(shape)} on {x.device}")

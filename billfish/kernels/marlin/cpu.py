@@ -266,8 +266,8 @@ def _dequantize_and_multiply(
             None if shift is None else shift[:, here], group_size, g_idx,
         )  # fmt: skip
         if batch_invariant:
-            for row, row_out in zip(x.split(1), out[:, here].split(1), strict=True):
-                torch.mm(alone.copy_(row), weight, out=row_out)
+            for row, row_out in zip(x, out[:, here], strict=True):
+                torch.mm(alone.copy_(row), weight, out=row_out[None])
         else:
             torch.mm(x, weight, out=out[:, here])
     return out.to(dtype)

@@ -171,13 +171,13 @@ def w4a16_matmul(
     ready = _launches.get(key)
     if ready is not None:
         return ready(x, units, bias, residual)
+    if x.numel() > MAX_ROWS * x.shape[-1]:
+        raise bad_argument("x", tuple(x.shape), f"at most {MAX_ROWS} rows")
     rows = x.reshape(-1, x.shape[-1])
     if perm is not None:
         if layout.startswith("sliced"):
             rows = torch.nn.functional.pad(rows, (0, 1))
         rows = rows.index_select(1, perm)
-    if rows.shape[0] > MAX_ROWS:
-        raise bad_argument("x", tuple(x.shape), f"at most {MAX_ROWS} rows")
     shape = (*x.shape[:-1], outputs)
     if rows.shape[0] == 0:
         return x.new_empty(shape)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from billfish.kernels._library import DTYPES, bad_argument
+from billfish.kernels._library import DTYPES, bad_argument, check_dense, check_tensors
 from billfish.kernels.marlin import cpu, reference
 
 GROUP_SIZES = (16, 32, 64, 128, -1)
@@ -125,6 +125,12 @@ def pack(
     Raises KernelArgumentError: a wrong shape, dtype, device or value; a scale, an offset or a
     shift that is not finite in dtype.
     """
+    check_tensors(codes=codes, scales=scales)
+    given = {"codes": codes, "scales": scales, "zeros": zeros, "offsets": offsets, "g_idx": g_idx}
+    for name, tensor in given.items():
+        if tensor is not None:
+            check_tensors(**{name: tensor})
+            check_dense(name, tensor)
     _check_pack(codes, scales, zeros, offsets, group_size, dtype)
     if silu_mul and codes.shape[0] % 2:
         raise bad_argument("codes", tuple(codes.shape), "as many rows of gate as of up: [2 I, K]")

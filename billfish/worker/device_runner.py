@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from billfish.engine.logprobs import PromptLogprobs
 from billfish.engine.plan import NOT_FINITE, NULL_BLOCK, StepPlan, StepResult
+from billfish.errors import CapacityError
 from billfish.kernels.paged_attention import AttentionMetadata
 from billfish.kernels.paged_attention.metadata import PADDING_SLOT
 from billfish.models.decoder import CausalLM
@@ -21,6 +23,7 @@ from billfish.worker.host_copies import pinned, to_device, to_host
 from billfish.worker.input_batch import Row
 from billfish.worker.kv_cache import move_blocks
 from billfish.worker.logprobs import SLICE, PendingLogprobs
+from billfish.worker.memory import gib
 from billfish.worker.model_runner import why_nothing_left
 from billfish.worker.parking import ParkedWeights, park, unpark
 from billfish.worker.sampler import NO_TOKEN, sample
@@ -129,6 +132,7 @@ class DeviceRunner:
         self._mixed_graphs = StepGraphs(self._mixed, mixed_sizes)
         # One for all captures: libraries keep memory for each stream that they have seen.
         self._capture_stream = torch.cuda.Stream(device) if self._graphs else None
+        self._counters: Any = None  # of products in graphs: those of a wake take them again
 
     def compile(self, max_num_batched_tokens: int) -> None:
         """Compile all that steps launch, several kernels at a time."""
@@ -178,10 +182,14 @@ class DeviceRunner:
         """
         self.batch.header.clear()
         if self._capture_stream is not None:
+            from billfish.kernels.marlin import workspace
+
+            self._counters = self._counters or workspace.captured_counters(self.device)
             shared = torch.cuda.graph_pool_handle(), self._capture_stream
             layers = warm_up.kinds_of_layers(self.model)
-            self._mixed_graphs.capture(partial(self._mixed, layers=layers), *shared)
-            self._decode_graphs.capture(partial(self._decode, layers=layers), *shared)
+            with workspace.captured_into(self._counters, self.device):
+                self._mixed_graphs.capture(partial(self._mixed, layers=layers), *shared)
+                self._decode_graphs.capture(partial(self._decode, layers=layers), *shared)
 
     @torch.inference_mode()
     def measure_peak(self, num_tokens: int) -> int:
@@ -216,29 +224,46 @@ class DeviceRunner:
     def sleep(self) -> None:
         """Give the memory of weights, KV cache and graphs back; the weights wait in host memory.
 
-        No sequence may be known. What the KV cache held is lost.
+        No sequence may be known. What the KV cache held is lost. CapacityError, and nothing has
+        changed, where the host has not the memory.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        self._parked = park(self.model, self.device)
         self._decode_graphs.release()
         self._mixed_graphs.release()
-        self._parked = park(self.model, self.device)
         self._cache_shape = tuple(self.kv_cache.shape)
         self.kv_cache = self.kv_cache.new_empty(0)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Bring back what `sleep` gave away, and capture the graphs again."""
+        """Bring back what `sleep` gave away, and capture the graphs again.
+
+        CapacityError where the GPU has not as much to give any more; it may be asked again.
+        """
         if self._parked is None:
             return
-        unpark(self._parked)
+        dtype = self.kv_cache.dtype
+        try:
+            self.kv_cache = torch.empty(self._cache_shape, dtype=dtype, device=self.device)
+            self.kv_cache[:, :, NULL_BLOCK] = 0
+            unpark(self._parked)
+            self.capture()
+        except torch.OutOfMemoryError as error:
+            cause = error.with_traceback(None)  # what it holds of the calls would not be freed
+            self._decode_graphs.release()
+            self._mixed_graphs.release()
+            self._parked.empty()
+            self.kv_cache = torch.empty(0, dtype=dtype, device=self.device)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            size = self._parked.nbytes + prod(self._cache_shape) * dtype.itemsize
+            raise CapacityError(
+                f"{gib(size)} of weights and KV cache, and graphs besides, do not fit into what "
+                f"{self.device} has left: end what else uses it, and wake again"
+            ) from cause
         self._parked = None
-        self.kv_cache = torch.empty(
-            self._cache_shape, dtype=self.kv_cache.dtype, device=self.device
-        )
-        self.kv_cache[:, :, NULL_BLOCK] = 0
-        self.capture()
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.submit(plan).result()

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from billfish.errors import CapacityError
 from billfish.kernels.marlin import PackedWeight
 from billfish.layers.linear import QuantLinear
 from billfish.worker.host_copies import pinned
+from billfish.worker.memory import available_memory, gib
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,16 @@ class ParkedWeights:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    def empty(self) -> None:
+        """Take the tensors out of the model."""
+        self.restore([torch.empty(0, dtype=t.dtype, device=self.device) for t in self.tensors])
+
 
 def park(model: nn.Module, device: torch.device) -> ParkedWeights:
-    """Copy the model's tensors to host memory, and take them out of the model."""
+    """Copy the model's tensors to host memory, and take them out of the model.
+
+    CapacityError, and the model is left as it was, where the host has not the memory.
+    """
     known: dict[tuple[int, torch.Size], int] = {}
     kept: list[Tensor] = []
 
@@ -63,12 +72,19 @@ def park(model: nn.Module, device: torch.device) -> ParkedWeights:
                 layer.weight, tensors=tuple(tensors[index] for index in units), **rest
             )
 
+    asked, there = sum(tensor.nbytes for tensor in kept), available_memory()
+    if asked > there:
+        raise CapacityError(
+            f"the weights take {gib(asked)} of host memory while the engine sleeps, and "
+            f"{gib(there)} are available"
+        )
     host = []
     for tensor in kept:
         copy = pinned(tuple(tensor.shape), tensor.dtype, device)
         host.append(copy.copy_(tensor))
-    restore([torch.empty(0, dtype=tensor.dtype, device=device) for tensor in kept])
-    return ParkedWeights(device, host, restore)
+    parked = ParkedWeights(device, host, restore)
+    parked.empty()
+    return parked
 
 
 def unpark(parked: ParkedWeights) -> None:

@@ -14,11 +14,11 @@ import torch
 from billfish.config import CacheConfig, SchedulerConfig
 from billfish.engine import Engine, RequestOutput
 from billfish.engine.plan import Admission, Fork, StepPlan, Work
-from billfish.errors import ConfigError, InvalidRequestError
+from billfish.errors import CapacityError, ConfigError, InvalidRequestError
 from billfish.kernels.paged_attention.metadata import PADDING_SLOT
 from billfish.models import random_weights
 from billfish.sampling_params import SamplingParams
-from billfish.worker import ModelRunner, kv_cache
+from billfish.worker import ModelRunner, device_runner, kv_cache, parking
 from billfish.worker.device_batch import DeviceBatch
 from billfish.worker.device_rules import DeviceRules
 from billfish.worker.device_runner import DeviceRunner
@@ -286,6 +286,47 @@ def test_sleep_and_wake():
         served.step()
     with pytest.raises(ConfigError, match="CPU"):
         engine("cpu").sleep()
+
+
+def test_a_host_without_memory_for_the_weights_lets_nobody_sleep(monkeypatch):
+    network.cache_clear()
+    served = engine("overlap")
+    requests = some_requests(3, seed=5)
+    want = outputs_of(served, requests)
+    monkeypatch.setattr(parking, "available_memory", lambda: 1000)
+    with pytest.raises(CapacityError, match="of host memory while the engine sleeps"):
+        served.sleep()
+    got = outputs_of(served, requests)
+    for key, output in want.items():
+        assert_same(output, got[key])
+
+
+def test_a_wake_that_finds_no_memory_can_be_asked_again(monkeypatch):
+    """Nothing is served meanwhile, and nothing of what was brought back half way is kept."""
+    network.cache_clear()
+    served = engine("overlap")
+    runner = served._executor
+    requests = some_requests(3, seed=5)
+    want = outputs_of(served, requests)
+    served.sleep()
+
+    def brings_half(parked):
+        parked.restore([tensor.clone() for tensor in parked.tensors])
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(device_runner, "unpark", brings_half)
+    for _ in range(2):
+        with pytest.raises(CapacityError, match="wake again"):
+            served.wake()
+        assert runner.kv_cache.numel() == 0
+        assert sum(tensor.numel() for tensor in runner.model.buffers()) == 0
+        with pytest.raises(InvalidRequestError, match="sleeps"):
+            served.add_request("x", [1], SamplingParams())
+    monkeypatch.undo()
+    served.wake()
+    got = outputs_of(served, requests)
+    for key, output in want.items():
+        assert_same(output, got[key])
 
 
 def test_int4_layers_and_tied_weights_are_parked_once():

@@ -802,14 +802,14 @@ def test_capture_with_no_counters_left():
     packed = Matrix(1856, 7392, 32).packed()
     x = activations(33, 7392, torch.float16)
     first = marlin.w4a16_matmul(x, packed)
-    pool = workspace._pools[x.device]
-    before, pool._taken = pool._taken, workspace._CAPTURED_COUNTERS
+    counters = workspace._pools[x.device].counters[-1]
+    before, counters.taken = counters.taken, counters.zeros.numel()
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             ys = [marlin.w4a16_matmul(x, packed) for _ in range(3)]
     finally:
-        pool._taken = before
+        counters.taken = before
     for _ in range(3):
         for y in ys:
             y.fill_(torch.nan)

@@ -19,6 +19,7 @@ from billfish.kernels.marlin import gpu, hopper_launch, hopper_plan, tuning, wor
 from billfish.kernels.marlin.configs import Gpu, HopperConfig, Product, hopper_config, triton_config
 from billfish.kernels.marlin.packing import unit_words
 from billfish.kernels.marlin.weight import PackedWeight
+from billfish.worker.step_graphs import ladder, mixed_ladder
 
 PROCESSORS = 132
 GPU = Gpu("a GPU without a table", PROCESSORS)
@@ -174,18 +175,52 @@ def test_each_gpu_gets_its_kernel(gpus, monkeypatch):
         assert gpu._hopper_kernel(torch.device("cuda:90")) is None
 
 
-def test_captured_calls_share_no_counters(monkeypatch):
+def test_captured_calls_share_no_counters():
     """A graph may be replayed beside any other, so each call has its own until they run out."""
-    monkeypatch.setattr(workspace, "_CAPTURED_COUNTERS", 1024)
     pool, cpu = workspace._Pool(), torch.device("cpu")
-    pool._slabs.append(torch.zeros(1024, dtype=torch.int32))
+    zeros = torch.zeros(1024, dtype=torch.int32)
+    pool.counters.append(workspace.Counters(zeros))
     taken = [pool.for_capture(cpu, 8, count) for count in (1, 65, 200, 500, 64, 1)]
-    begins = [memory.addresses[1] - pool._slabs[0].data_ptr() for memory in taken]
+    begins = [memory.addresses[1] - zeros.data_ptr() for memory in taken]
     assert begins[:4] == [0, 4 * 64, 4 * 192, 4 * 448]
     assert begins[4] == 4 * 960
     assert not 0 <= begins[5] < 4 * 1024  # memory of its own
     assert [memory.sizes for memory in taken] == [(8, n) for n in (1, 65, 200, 500, 64, 1)]
     assert not any(memory.counters.any() for memory in taken)
+
+
+def test_graphs_that_come_in_place_of_others_take_their_counters(monkeypatch):
+    """However often a model is captured anew, it takes no more, and nobody else's."""
+    cpu = torch.device("cpu")
+    pool = workspace._Pool()
+    monkeypatch.setattr(workspace, "_pools", {cpu: pool})
+    pool.counters.append(workspace.Counters(torch.zeros(1024, dtype=torch.int32)))
+    zeros = torch.zeros(1024, dtype=torch.int32)
+    own = workspace.Counters(zeros)
+    for _ in range(50):
+        with workspace.captured_into(own, cpu):
+            taken = [pool.for_capture(cpu, 8, count) for count in (70, 500, 64)]
+        begins = [memory.addresses[1] - zeros.data_ptr() for memory in taken]
+        assert begins == [0, 4 * 128, 4 * 640]
+    assert pool.counters[0].taken == 0
+    outside = pool.for_capture(cpu, 8, 70)
+    assert outside.addresses[1] == pool.counters[0].zeros.data_ptr()
+
+
+def test_counters_suffice_for_all_graphs_of_a_large_model():
+    """Where they do not, each product of a graph clears its own first, which takes longer."""
+    taken = 0
+    for m in (*ladder(512), *mixed_ladder(8192)):
+        for n, k, outputs in ((10240, 8192, 10240), (8192, 8192, 8192), (57344, 8192, 28672),
+                              (8192, 28672, 8192)):  # fmt: skip
+            units = (-(-n // 64), -(-k // 128), unit_words(128, False))
+            epilogue = (False, False, outputs < n)
+            plan = hopper_plan.plan(
+                m, units, torch.bfloat16, Gpu("NVIDIA H200", PROCESSORS), outputs,
+                epilogue=epilogue,
+            )  # fmt: skip
+            taken += 80 * -(-plan.counter_count // 64) * 64
+    assert taken < workspace._CAPTURED_COUNTERS
 
 
 @pytest.fixture

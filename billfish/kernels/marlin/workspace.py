@@ -1,6 +1,8 @@
 """Memory that GEMM kernels share: sums of parts of tiles, and counters of who has left his."""
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 from billfish.kernels.marlin.configs import Gpu
 
 _STREAM_COUNTERS = 1 << 14
-_CAPTURED_COUNTERS = 1 << 20  # 4 MiB a device: a few thousand captured calls
+_CAPTURED_COUNTERS = 1 << 21  # 8 MiB: all graphs of a model of 70B take half of them
 
 
 @cache
@@ -47,27 +49,42 @@ class Workspace:
         self.addresses = sums.data_ptr(), counters.data_ptr()
 
 
+class Counters:
+    """Zeros of which every captured call gets some, its own as long as its graph is there."""
+
+    def __init__(self, zeros: Tensor) -> None:
+        self.zeros, self.taken = zeros, 0
+
+    def take(self, count: int) -> Tensor | None:
+        """None where so many are not left."""
+        if self.taken + count > self.zeros.numel():
+            return None
+        mine = self.zeros[self.taken : self.taken + count]
+        self.taken += -(-count // 64) * 64  # so that every slice is aligned
+        return mine
+
+
 class _Pool:
     """The workspaces of one device.
 
     Calls on one stream run one after another and share a workspace, which is as large as the
     largest of them needed and is kept. A captured call may be replayed on any stream, beside any
-    other, so it gets counters of its own, for ever, and sums from the graph's memory.
+    other, so it gets counters of its own, for ever or as `captured_into` says, and sums from the
+    graph's memory.
     """
 
     def __init__(self) -> None:
         self._by_stream: dict[int, Workspace] = {}
-        self._slabs: list[Tensor] = []  # kept for ever: graphs point into them
-        self._taken = 0
+        self.counters: list[Counters] = []  # kept for ever: graphs point into them
+        self.given: Counters | None = None
 
     def for_stream(self, device: torch.device, stream: int, sums: int, counters: int) -> Workspace:
         kept = self._by_stream.get(stream)
         if kept is not None and kept.sizes[0] >= sums and kept.sizes[1] >= counters:
             return kept
-        if not self._slabs or self._taken * 2 > _CAPTURED_COUNTERS:
+        if not self.counters or self.counters[-1].taken * 2 > _CAPTURED_COUNTERS:
             # Memory cannot be cleared under capture without a kernel in the graph, so do it now.
-            self._slabs.append(lasting_zeros(_CAPTURED_COUNTERS, torch.int32, device))
-            self._taken = 0
+            self.counters.append(captured_counters(device))
         if kept is not None:
             sums, counters = max(sums, kept.sizes[0]), max(counters, kept.sizes[1])
         kept = Workspace(
@@ -79,11 +96,28 @@ class _Pool:
 
     def for_capture(self, device: torch.device, sums: int, counters: int) -> Workspace:
         own = torch.empty(sums, dtype=torch.float32, device=device)
-        if not self._slabs or self._taken + counters > _CAPTURED_COUNTERS:
-            return Workspace(own, torch.zeros(counters, dtype=torch.int32, device=device))
-        slab = self._slabs[-1][self._taken : self._taken + counters]
-        self._taken += -(-counters // 64) * 64  # so that every slice is aligned
-        return Workspace(own, slab)
+        source = self.given or (self.counters[-1] if self.counters else None)
+        mine = source.take(counters) if source else None
+        if mine is None:
+            mine = torch.zeros(counters, dtype=torch.int32, device=device)
+        return Workspace(own, mine)
+
+
+def captured_counters(device: torch.device) -> Counters:
+    """For `captured_into`, or for captured calls that say nothing."""
+    return Counters(lasting_zeros(_CAPTURED_COUNTERS, torch.int32, device))
+
+
+@contextmanager
+def captured_into(counters: Counters, device: torch.device) -> Iterator[None]:
+    """Within, captured calls on the device take these counters, from the first on: for graphs that
+    come in place of others, which took them before and are gone."""
+    pool = _pools.get(device) or _pools.setdefault(device, _Pool())
+    counters.taken, pool.given = 0, counters
+    try:
+        yield
+    finally:
+        pool.given = None
 
 
 _pools: dict[torch.device, _Pool] = {}

@@ -13,6 +13,7 @@ from billfish.kernels.marlin.packing import unit_words
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (8192, 28672), (57344, 8192))
 """(N, K) of the projections of Llama 3 8B, and the two large ones of 70B."""
+AHEAD_CYCLES = 1_000_000  # half a millisecond: what a busy host takes to queue a call, and more
 COLD_BYTES = 260_000_000  # four times the L2 of an H200
 
 
@@ -66,5 +67,5 @@ def time_configs(
 def read_rate() -> float:
     """Bytes a microsecond at which memory is read: the sum of 2 GiB, the best of a few."""
     data = torch.ones(1 << 29, dtype=torch.float32, device="cuda")
-    best = min(elapsed_us(data.sum) for _ in range(8))
+    best = min(elapsed_us(data.sum, AHEAD_CYCLES) for _ in range(8))
     return data.nbytes / best

@@ -4,9 +4,11 @@
 
 Every configuration that might do well is timed as in `billfish bench gemm`, beside the one by
 rules; a row is kept where the fastest beats that one by more than --gain. Rows that the table has
-for other shapes and numbers of tokens stay, with the commit that they are of. Without --out the
-table is the one that the installed package reads (kernels/marlin/tuned/), so the next process uses
-it. Shapes are tuned with fp16 and groups of 128 and serve every dtype and kind of weight.
+for other shapes and numbers of tokens stay, with the commit that they are of, and so do those that
+were timed in a layer (`timed: layer`): nothing is timed for these; to have them tuned, remove them.
+Without --out the table is the one that the installed package reads (kernels/marlin/tuned/), so the
+next process uses it. Shapes are tuned with fp16 and groups of 128 and serve every dtype and kind of
+weight.
 """
 
 import argparse
@@ -144,16 +146,21 @@ def main(arguments: list[str]) -> None:
 
     gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
-    compile_all((Form(config, m) for m in rows for config in candidates(m)), options.jobs)
-    found = [tune((n, k), rows, gpu, options.gain) for n, k in shapes]
     out = Path(options.out) if options.out else tuning.table_path(gpu.name)
     out.parent.mkdir(exist_ok=True)
-    tuned = set(itertools.product(shapes, rows))
     old = json.loads(out.read_text()) if out.exists() else {"commit": None, "rows": []}
+    left = {(row["n"], row["k"], row["m"]) for row in old["rows"] if row.get("timed") == "layer"}
+    wanted = {(n, k): [m for m in rows if (n, k, m) not in left] for n, k in shapes}
+    tuned = {(n, k, m) for (n, k), tokens in wanted.items() for m in tokens}
+    for n, k, m in sorted(left & {(n, k, m) for (n, k), m in itertools.product(shapes, rows)}):
+        print(f"{n}x{k} M={m}: left as it is, timed in a layer", flush=True)
+    compiled = sorted({m for _, _, m in tuned})
+    compile_all((Form(config, m) for m in compiled for config in candidates(m)), options.jobs)
+    found = [tune(shape, tokens, gpu, options.gain) for shape, tokens in wanted.items() if tokens]
     kept = [
         {"commit": old["commit"], **row}
         for row in old["rows"]
-        if ((row["n"], row["k"]), row["m"]) not in tuned
+        if (row["n"], row["k"], row["m"]) not in tuned
     ]
     table = sorted(
         [*kept, *itertools.chain(*found)], key=lambda row: (row["n"], row["k"], row["m"])

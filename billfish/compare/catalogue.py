@@ -110,19 +110,11 @@ MARLIN_TECHNIQUES = (
     Technique(
         "Equal parts",
         "Where tiles are shared, each gets a number of blocks of its own, so that no block adds up "
-        "in two tiles, and the last to arrive loads four sums at a time. Measured over the four "
-        "products of a Llama-3-8B layer in a row. Without: even shares of a grid that fills the "
-        "GPU.",
+        "in two tiles, and the last to arrive loads four sums at a time. Without: even shares of a "
+        "grid that fills the GPU.",
         "HopperConfig(parts=0)",
         (f"{MARLIN}.hopper_plan:divide", f"{_SCHEDULE}:finish_tile|gl.static_assert(out.TOGETHER"),
-        (
-            Rows(
-                "gemm_variants",
-                "variant",
-                "chosen, by turns with the next",
-                "as before, by turns",
-            ),
-        ),
+        (_gemm("equal parts"),),
     ),
     Technique(
         "Double buffering",

@@ -31,7 +31,6 @@ FIELDS: dict[str, dict[str, type]] = {
     "gemm_formats": _PRODUCT,
     "ablation_gemm": _ABLATION,
     "gemm_chain": {"case": str, "technique": str, "us": float, "bytes": float, "floor_us": float},
-    "gemm_variants": {"case": str, "variant": str, "us": float},
     "attention": {"mode": str, "case": str, "heads_q": float, "heads_kv": float, "impl": str,
                   "us": float, "gbps": float, "tflops": float},
     "attention_movement": {"mode": str, "batch": float, "impl": str, "us": float},

@@ -93,6 +93,26 @@ def test_the_fastest_right_configuration_gets_a_row_where_it_wins(timed, tmp_pat
     assert [row["n"] for row in json.loads(out.read_text())["rows"]] == [64]
 
 
+def test_rows_that_were_timed_in_a_layer_are_left(timed, tmp_path, capsys):
+    wanted, launched = timed
+    out = tmp_path / "some_gpu.json"
+    layer = {
+        "commit": "then", "n": 4096, "k": 4096, "m": 8, "timed": "layer", "us": 40.0,
+        "us_by_rule": 45.0, "config": {"rows": 64, "consumers": 1, "tile_m": 8, "stages": 3},
+    }  # fmt: skip
+    out.write_text(json.dumps({"commit": "before", "rows": [layer]}))
+    best = {m: tune.candidates(m)[3] for m in (8, 16)}
+    wanted.update({config: (1.0, 1.0) for config in best.values()})
+    tune.main(["--shapes", "4096x4096", "--rows", "8,16", "--out", str(out)])
+    first, second = json.loads(out.read_text())["rows"]
+    assert first == layer
+    assert (second["m"], HopperConfig(**second["config"])) == (16, best[16])
+    assert best[8] not in launched  # nothing is timed for a row that stays
+    assert "4096x4096 M=8: left as it is" in capsys.readouterr().out
+    tune.main(["--shapes", "4096x4096", "--rows", "8", "--out", str(out)])
+    assert [row["m"] for row in json.loads(out.read_text())["rows"]] == [8, 16]
+
+
 def test_what_was_tuned_is_what_runs(timed, tmp_path, monkeypatch):
     wanted, _ = timed
     path = tmp_path / "tuned" / "some_gpu.json"

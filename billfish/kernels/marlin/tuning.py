@@ -5,9 +5,9 @@ of the configuration that was faster there than the one by rules, with both time
 weight of that shape, and every number of tokens above the next smaller of `ROWS` up to m. What has
 no row goes by rules.
 
-Rows that say `timed: layer` are no work of that command, which times products alone and would write
-others in their place: their times are those of the four products of a layer in a row, in trials
-(`benchmarks/gemm_variants.json`).
+Rows that say `timed: layer` are no work of that command, which times products alone, and which
+leaves them: their times are those of the four products of a layer in a row, in trials
+(`benchmarks/gemm_variants.json`), at 32 tokens with the norms between them.
 """
 
 import json

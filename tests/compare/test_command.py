@@ -34,16 +34,23 @@ def test_in_the_terminal_and_as_files(tmp_path):
     said = run("--out", tmp_path / "new")
     assert "Recorded results: nothing was measured here." in said
     assert "Recorded on NVIDIA H200, 2026-12-01, by commit: gemm " in said
-    assert "not measured" in said
     assert "Stream-K" in said
     document = json.loads((tmp_path / "new" / "comparison.json").read_text())
     page = (tmp_path / "new" / "comparison.html").read_text()
     assert document["made"]["gpu"] is None
-    assert "not measured yet" in page
 
     again = tmp_path / "again.html"
     run("--from", tmp_path / "new" / "comparison.json", "--html", again)
     assert again.read_text().count("<data") == page.count("<data")
+
+
+def test_what_has_no_record_is_not_measured(tmp_path, monkeypatch):
+    for path in records.folder().glob("*.json"):
+        if path.stem != "ablation_gemm":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(records, "folder", lambda: tmp_path)
+    assert "not measured" in run("--family", "marlin", "--out", tmp_path / "a.html")
+    assert "not measured yet" in (tmp_path / "a.html").read_text()
 
 
 def test_one_family_and_links_to_the_web(tmp_path):

@@ -102,7 +102,7 @@ def test_rows_that_were_timed_in_a_layer_are_left(timed, tmp_path, capsys):
     }  # fmt: skip
     out.write_text(json.dumps({"commit": "before", "rows": [layer]}))
     best = {m: tune.candidates(m)[3] for m in (8, 16)}
-    wanted.update({config: (1.0, 1.0) for config in best.values()})
+    wanted.update(dict.fromkeys(best.values(), (1.0, 1.0)))
     tune.main(["--shapes", "4096x4096", "--rows", "8,16", "--out", str(out)])
     first, second = json.loads(out.read_text())["rows"]
     assert first == layer

@@ -1,4 +1,4 @@
-"""Times the engine on a GPU with random weights: decode, prefill, many requests at once, start.
+"""Times the engine with random weights: decode, prefill, many requests at once, start.
 
     billfish bench engine --out FILE --model llama-3-8b --weights int4 --measure decode,prefill
 
@@ -45,6 +45,7 @@ from billfish.worker.start import Setting, Started, start
 from billfish.worker.step_graphs import LARGEST_MIXED
 
 DECODE = ((1, 512), (8, 512), (32, 512), (64, 512), (128, 512), (256, 512), (32, 8192))
+BATCHES = tuple(str(batch) for batch in dict(DECODE))
 PREFILL = ((1, 8192), (16, 2048), (1, 512))
 """(batch, prompt tokens) of each measurement."""
 OUTPUT = 128
@@ -56,6 +57,8 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_k": 40},
     {"temperature": 1.0, "repetition_penalty": 1.1, "presence_penalty": 0.5},
 )
+
+MEASURES = ("decode", "prefill", "sampling", "throughput", "cache", "start")
 
 READY = "first token: "
 """Begins the line that a process prints when it has one."""
@@ -239,7 +242,7 @@ def run(
     if "decode" in measures:
         for batch, prompt in DECODE:
             fits = batch <= options.max_num_seqs and prompt + OUTPUT <= longest
-            if fits and str(batch) in options.batches.split(","):
+            if fits and str(batch) in (options.batches or ",".join(BATCHES)).split(","):
                 rounds = 1 if prompt > 512 else options.rounds
                 values = [decode(served, batch, prompt, OUTPUT) for _ in range(rounds)]
                 row("tpot_ms", batch, prompt, OUTPUT, values)
@@ -278,7 +281,7 @@ def _caches(
     if "throughput" in measures:
         found.append((options.reserve_tokens, num_blocks))
     if "cache" in measures:
-        for count in options.cache_blocks.split(","):
+        for count in (options.cache_blocks or "all").split(","):
             blocks = num_blocks if count == "all" else int(count)
             if blocks > num_blocks:
                 raise ConfigError(f"--cache-blocks: there are {num_blocks}, got {blocks}")
@@ -339,49 +342,92 @@ def _start_once(command: list[str], environment: dict[str, str]) -> tuple[float,
     return seconds, {phase: round(value, 2) for phase, value in rounded.items()}
 
 
-def parser() -> argparse.ArgumentParser:
+def shared(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """The options of whatever measures an engine with random weights."""
     cli = argparse.ArgumentParser(
-        prog="billfish bench engine", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     cli.add_argument("--out", help="JSON file to write")
-    cli.add_argument("--model", default="llama-3-8b", help=", ".join(random_weights.SHAPES))
+    cli.add_argument(
+        "--model", choices=tuple(random_weights.SHAPES),
+        help="without: llama-3-8b on a GPU, tiny on a CPU",
+    )  # fmt: skip
     cli.add_argument("--weights", default="int4", choices=("int4", "dense"))
     cli.add_argument("--head", choices=("int8", "int4"), help="without: as activations")
-    cli.add_argument("--dtype", default="bfloat16")
+    cli.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     cli.add_argument("--device", default="auto")
-    cli.add_argument(
-        "--measure",
-        default="decode,prefill",
-        help="also sampling, throughput, cache, start",
-    )
-    cli.add_argument("--batches", default="1,8,32,64,128,256")
-    cli.add_argument(
-        "--lengths",
-        help='JSON list of [prompt, output], perhaps as "lengths"; without it 1000 are drawn',
-    )
-    cli.add_argument("--rounds", type=int, default=3)
-    cli.add_argument("--max-num-seqs", type=int, default=256)
     cli.add_argument("--max-num-batched-tokens", type=int, default=8192)
     cli.add_argument("--max-model-len", type=int, default=16384)
     cli.add_argument("--num-blocks", type=int)
+    cli.add_argument("--eager", action="store_true", help="without graphs")
+    cli.add_argument("--plain", action="store_true", help="without overlap")
+    return cli
+
+
+def parser() -> argparse.ArgumentParser:
+    cli = shared("billfish bench engine", __doc__)
+    cli.add_argument(
+        "--measure", default="decode,prefill", help="also sampling, throughput, cache, start"
+    )
+    cli.add_argument("--batches", help="of decode; without: " + ",".join(BATCHES))
+    cli.add_argument(
+        "--lengths",
+        help='of throughput and cache: JSON list of [prompt, output], perhaps as "lengths"; '
+        "without it 1000 are drawn",
+    )
+    cli.add_argument("--rounds", type=int, default=3)
+    cli.add_argument("--max-num-seqs", type=int, default=256)
     cli.add_argument(
         "--reserve-tokens", type=int, help="room set aside for each request, as without blocks"
     )
     cli.add_argument(
-        "--cache-blocks", default="all", help='of "cache": "all", or fewer; or several: "all,4096"'
+        "--cache-blocks", help='of cache: "all", or fewer; or several: "all,4096"; without: all'
     )
     cli.add_argument("--keep", action="store_true", help="keep the rows that the file has")
-    cli.add_argument("--eager", action="store_true", help="without graphs")
-    cli.add_argument("--plain", action="store_true", help="without overlap")
     return cli
+
+
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    """The options. What is wrong or would have no effect ends the program."""
+    cli = parser()
+    options = cli.parse_args(arguments)
+    measures = options.measure.split(",")
+    for measure in measures:
+        if measure not in (*MEASURES, "none") or (measure == "none" and len(measures) > 1):
+            cli.error(f"--measure: {measure!r} is none of {', '.join(MEASURES)}")
+    if options.rounds < 1:
+        cli.error(f"--rounds: at least 1, got {options.rounds}")
+    for batch in (options.batches or BATCHES[0]).split(","):
+        if batch not in BATCHES:
+            cli.error(f"--batches: {batch!r} is none of {', '.join(BATCHES)}")
+    for count in (options.cache_blocks or "all").split(","):
+        if count != "all" and not (count.isdecimal() and int(count)):
+            cli.error(f'--cache-blocks: "all" or a number of blocks, got {count!r}')
+    without = {
+        "--batches": options.batches and "decode" not in measures,
+        "--lengths": options.lengths and not {"throughput", "cache"} & set(measures),
+        "--cache-blocks": options.cache_blocks and "cache" not in measures,
+        "--keep": options.keep and not options.out,
+    }
+    for name, has_none in without.items():
+        if has_none:
+            cli.error(f"{name} has no effect here")
+    return with_model(options)
+
+
+def with_model(options: argparse.Namespace) -> argparse.Namespace:
+    """The options, with a model that the device can be asked to run where none is named."""
+    if options.model is None:
+        where = device.choose(options.device, getattr(torch, options.dtype))
+        options.model = "tiny" if where.type == "cpu" else "llama-3-8b"
+    return options
 
 
 def main(arguments: list[str]) -> None:
     from billfish.bench import record
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    options = parser().parse_args(arguments)
+    options = parsed(arguments)
     head = record.environment("billfish bench engine " + " ".join(arguments))
     kept = _kept(options.out, head) if options.out and options.keep else []
 

@@ -264,15 +264,15 @@ def _batches(said: str) -> list[int]:
 def main(arguments: list[str]) -> None:
     from billfish.bench import record
 
-    cli = bench_engine.parser()
-    cli.prog, cli.description = "billfish bench step", __doc__
+    cli = bench_engine.shared("billfish bench step", __doc__)
     cli.add_argument("--batch", default="1", help="requests that decode; or several: 1,32,256")
     cli.add_argument("--context", type=int, default=512, help="tokens of each prompt")
     options = cli.parse_args(arguments)
     if reason := why_no_gpu():
         raise ConfigError(f"bench step measures a GPU: {reason}")
     batches = _batches(options.batch)
-    options.max_num_seqs = max(batches)
+    options = bench_engine.with_model(options)
+    options.max_num_seqs, options.reserve_tokens = max(batches), None
     head = record.environment("billfish bench step " + " ".join(arguments))
     served = bench_engine.serve(options)
     bandwidth, rate = ceilings()

@@ -1,6 +1,7 @@
 """`billfish bench`: measures kernels and whole models on this machine, and running servers."""
 
 from importlib import import_module
+from pathlib import Path
 
 import typer
 
@@ -58,7 +59,7 @@ def server(context: typer.Context) -> None:
 
 @app.command("engine", context_settings=_PASS_ON)
 def engine(context: typer.Context) -> None:
-    """The engine with random weights: decode, prefill, many requests, start; on a GPU."""
+    """The engine with random weights: decode, prefill, many requests at once, start."""
     _run("engine", context.args, needs_gpu=False)
 
 
@@ -85,5 +86,16 @@ def _run(name: str, arguments: list[str], *, needs_gpu: bool) -> None:
         from billfish.worker.device import why_no_gpu
 
         if reason := why_no_gpu():
-            raise ConfigError(f"bench {name} measures a GPU: {reason}")
+            other = "; for a CPU: bench throughput --parts --out FILE" if name == "step" else ""
+            raise ConfigError(f"bench {name} measures a GPU: {reason}{other}")
+    _check_out(arguments)
     import_module(f"billfish.bench.{name}").main(arguments)
+
+
+def _check_out(arguments: list[str]) -> None:
+    """ConfigError for results that could not be written once they are there."""
+    for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, _, attached = option.partition("=")
+        folder = Path(attached or value).parent
+        if name == "--out" and not folder.is_dir():
+            raise ConfigError(f"--out: there is no folder {folder}")

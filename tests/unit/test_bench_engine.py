@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import typer
 
 from billfish.bench import engine
+from billfish.cli import bench
 from billfish.compare import records
 from billfish.errors import ConfigError
 from tests.engine.fake_worker import VOCAB, make_engine
@@ -68,7 +70,7 @@ def test_starts_alone_are_told_as_they_come_and_make_no_third(monkeypatch):
     monkeypatch.setattr(engine, "start_seconds", lambda options: iter(seconds))
     monkeypatch.setattr(engine, "serve", lambda options: pytest.fail("a third start"))
     saved = []
-    options = engine.parser().parse_args(["--measure", "start"])
+    options = engine.parsed(["--measure", "start", "--device", "cpu"])
     rows = engine.run(options, lambda rows: saved.append([row["value"] for row in rows]))
     assert [(row["compiled"], row["value"], row["phases"]) for row in rows] == [
         ("cold", *seconds[0]), ("warm", *seconds[1]),
@@ -76,3 +78,64 @@ def test_starts_alone_are_told_as_they_come_and_make_no_third(monkeypatch):
     assert saved == [[14.0], [14.0, 7.0]]
     head = {"device": "a GPU", "date": "2026-01-01", "command": "this", "versions": {}}
     records.checked(records.Record("engine_gpu", "recorded", head, rows), "a start's rows")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--measure", "decode,speed"], "'speed' is none of decode, prefill"),
+        (["--measure", ""], "'' is none of"),
+        (["--measure", "none,decode"], "'none' is none of"),
+        (["--batches", "7"], "'7' is none of 1, 8, 32"),
+        (["--batches", "8,x"], "'x' is none of"),
+        (["--rounds", "0"], "at least 1, got 0"),
+        (["--dtype", "float8"], "invalid choice"),
+        (["--model", "llama"], "invalid choice"),
+        (["--measure", "cache", "--cache-blocks", "some"], "got 'some'"),
+        (["--measure", "cache", "--cache-blocks", "all,0"], "got '0'"),
+        (["--cache-blocks", "100"], "--cache-blocks has no effect"),
+        (["--lengths", "x.json"], "--lengths has no effect"),
+        (["--measure", "prefill", "--batches", "1"], "--batches has no effect"),
+        (["--keep"], "--keep has no effect"),
+    ],
+)
+def test_options_that_are_wrong_or_without_effect_are_refused(arguments, says, capsys):
+    with pytest.raises(SystemExit):
+        engine.parsed(arguments)
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--out {}", "--out={}"])
+def test_a_file_that_could_not_be_written_is_told_before_anything_is_measured(
+    option, tmp_path, monkeypatch
+):
+    began = []
+    monkeypatch.setattr(engine, "main", began.append)
+    command = typer.main.get_command(bench.app)
+    arguments = ["engine", *option.format(tmp_path / "none" / "x.json").split()]
+    with pytest.raises(ConfigError, match="there is no folder"):
+        command(arguments, standalone_mode=False)
+    assert not began
+    command(["engine", *option.format(tmp_path / "x.json").split()], standalone_mode=False)
+    command(["engine"], standalone_mode=False)
+    assert len(began) == 2
+
+
+def test_a_model_for_the_device():
+    assert engine.parsed(["--device", "cpu"]).model == "tiny"
+    assert engine.parsed(["--device", "cpu", "--model", "llama-3-8b"]).model == "llama-3-8b"
+
+
+def test_decoding_and_prefill_are_timed_on_a_cpu(tmp_path):
+    """By the same command as on a GPU."""
+    path = tmp_path / "engine.json"
+    engine.main([
+        "--device", "cpu", "--dtype", "float32", "--weights", "dense", "--num-blocks", "100",
+        "--max-num-seqs", "4", "--max-model-len", "700", "--rounds", "1", "--batches", "1",
+        "--out", str(path),
+    ])  # fmt: skip
+    rows = records.read(path, "engine_gpu").rows
+    assert [(row["measure"], row["batch"], row["prompt"]) for row in rows] == [
+        ("tpot_ms", 1, 512), ("prefill_ms", 1, 512),
+    ]  # fmt: skip
+    assert all(row["model"] == "tiny" and row["value"] > 0 for row in rows)

@@ -71,6 +71,16 @@ def test_numbers_of_requests(monkeypatch, said: str) -> None:
         step.main(["--batch", said])
 
 
+@pytest.mark.parametrize(
+    "option",
+    ["--measure", "--batches", "--lengths", "--rounds", "--cache-blocks", "--max-num-seqs"],
+)
+def test_options_of_other_measurements_are_not_taken(option: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        step.main([option, "1"])
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
 def test_table() -> None:
     config = SHAPES["tiny"]
     steps = kernels((["_copy_kernel", "_rms_norm_kernel", "nvjet", "_sample_kernel"]) * 20)

@@ -1,6 +1,7 @@
 """`billfish bench`: measures kernels and whole models on this machine, and running servers."""
 
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 
 import typer
@@ -94,7 +95,7 @@ def _run(name: str, arguments: list[str], *, needs_gpu: bool) -> None:
 
 def _check_out(arguments: list[str]) -> None:
     """ConfigError for results that could not be written once they are there."""
-    for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
+    for option, value in pairwise([*arguments, ""]):
         name, _, attached = option.partition("=")
         folder = Path(attached or value).parent
         if name == "--out" and not folder.is_dir():

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -116,6 +115,7 @@ class DeviceRunner:
         self._last = DeviceStep(-1)
         self._parked: ParkedWeights | None = None
         self._cache_shape: tuple[int, ...] = ()
+        self._cache_bytes = 0
         self.rules = DeviceRules(self.batch.token_table)
         self._make_plans = partial(_attention_plans, model, kv_cache, max_num_seqs, batch_invariant)
         self._plans = self._make_plans()
@@ -232,7 +232,7 @@ class DeviceRunner:
         self._parked = park(self.model, self.device)
         self._decode_graphs.release()
         self._mixed_graphs.release()
-        self._cache_shape = tuple(self.kv_cache.shape)
+        self._cache_shape, self._cache_bytes = tuple(self.kv_cache.shape), self.kv_cache.nbytes
         self.kv_cache = self.kv_cache.new_empty(0)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -258,7 +258,7 @@ class DeviceRunner:
             self.kv_cache = torch.empty(0, dtype=dtype, device=self.device)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            size = self._parked.nbytes + prod(self._cache_shape) * dtype.itemsize
+            size = self._parked.nbytes + self._cache_bytes
             raise CapacityError(
                 f"{gib(size)} of weights and KV cache, and graphs besides, do not fit into what "
                 f"{self.device} has left: end what else uses it, and wake again"

@@ -103,8 +103,9 @@ class BlockManager:
 
     def lacks(self, request: Request, num_tokens: int) -> int:
         """How many more blocks a running request needs to hold num_tokens tokens."""
-        count = self.pool.blocks_for(num_tokens) - len(request.block_table)
-        return count + 1 if self.must_copy(request) else count
+        pool = self.pool
+        count = -(-num_tokens // pool.block_size) - len(request.block_table)
+        return count + 1 if pool.shares and self.must_copy(request) else count
 
     def must_copy(self, request: Request) -> bool:
         """Whether the next token that the request writes falls into a block that others share."""

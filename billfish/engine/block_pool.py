@@ -67,6 +67,16 @@ class BlockPool:
     def in_use(self) -> int:
         return self.num_blocks - len(self._free) - len(self._cached)
 
+    @property
+    def references(self) -> int:
+        """The sum of all reference counts: blocks in all tables, those shared counted each time."""
+        return self._references
+
+    @property
+    def shares(self) -> bool:
+        """Whether any block has more than one reference."""
+        return self._references > self._referenced
+
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold num_tokens tokens."""
         return -(-num_tokens // self.block_size)

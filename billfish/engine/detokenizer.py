@@ -95,6 +95,7 @@ class Detokenizer:
     ) -> None:
         self._token_bytes = token_bytes
         self._decoder = _Utf8Decoder(errors="replace")
+        self._inside = False  # whether the decoder holds the beginning of a character
         self._stops = StopStrings(stops, include_stop) if stops else None
         self._prompt_tail = _unfinished_character(token_bytes, prompt_token_ids)
 
@@ -108,7 +109,11 @@ class Detokenizer:
             if _is_continuation(data[0]):
                 data = self._prompt_tail + data
             self._prompt_tail = b""
-        text = self._decoder.decode(data)
+        if data.isascii() and not self._inside:
+            text = data.decode("ascii")
+        else:
+            text = self._decoder.decode(data)
+            self._inside = bool(self._decoder.getstate()[0])
         return self._stops.push(text, passing) if self._stops else (text, None)
 
     def finish(self, passing: bool = False) -> tuple[str, str | None]:

@@ -393,7 +393,7 @@ class Engine:
         for request in scheduled.sampling:
             if request.finish_reason is not None:  # aborted while the step was computed
                 continue
-            failure = result.failed.get(request.sequence_id)
+            failure = result.failed.get(request.sequence_id) if result.failed else None
             if failure is not None:
                 if failure == NOT_FINITE:
                     self._blocks.distrust(request)
@@ -441,7 +441,7 @@ class Engine:
         self._blocks_peak = max(self._blocks_peak, pool.in_use)
         self._slot_steps_allocated += pool.in_use * pool.block_size
         self._slot_steps_used += self._blocks.slots_used(running)
-        self._slot_steps_held += pool.block_size * sum(len(r.block_table) for r in running)
+        self._slot_steps_held += pool.block_size * pool.references
 
     def _record(self, step: _InFlight, output_tokens: int, waited: float) -> None:
         plan, prefill_tokens = step.scheduled.plan, step.scheduled.prefill_tokens
@@ -478,13 +478,14 @@ class Engine:
             raise ExecutorError(f"step {plan.step} was answered with {shown(result)}")
         due = {work.request_id for work in plan.work if work.samples}
         due.update(fork.request_id for fork in plan.forks)
-        answered = [*result.token_ids, *result.failed]
-        if len(answered) != len(due) or set(answered) != due:
-            missing = sorted(due.difference(answered), key=str)[:5]
-            unknown = sorted(set(answered) - due, key=str)[:5]
-            raise ExecutorError(
-                f"step {plan.step}: no token for {missing}, tokens not asked for {unknown}"
-            )
+        if result.failed or result.token_ids.keys() != due:
+            answered = [*result.token_ids, *result.failed]
+            if len(answered) != len(due) or set(answered) != due:
+                missing = sorted(due.difference(answered), key=str)[:5]
+                unknown = sorted(set(answered) - due, key=str)[:5]
+                raise ExecutorError(
+                    f"step {plan.step}: no token for {missing}, tokens not asked for {unknown}"
+                )
         for request_id, token_id in result.token_ids.items():
             if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
                 raise ExecutorError(
@@ -500,8 +501,10 @@ class Engine:
                 if logprobs is not None and request.finish_reason is None:
                     request.add_prompt_logprobs(logprobs)
         for request in step.sampling:
+            if not request.asks_logprobs or request.finish_reason is not None:
+                continue
             name = request.sequence_id
-            if request.finish_reason is not None or name not in result.token_ids:
+            if name not in result.token_ids:
                 continue
             missing = request.params.logprobs is not None and name not in result.logprobs
             if missing or request.needs_prompt_logits:

@@ -10,7 +10,7 @@ named request_id: the first sample has the id of the request.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from billfish.engine.logprobs import PromptLogprobs, TokenLogprobs
 from billfish.sampling_params import SamplingParams
@@ -50,8 +50,7 @@ class Admission:
     num_computed_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """The share of one sequence in a step: compute tokens [start, start + num_tokens).
 
     new_block_ids are appended to its block table first, so that it covers start + num_tokens

@@ -26,7 +26,8 @@ class Request:
     cache_salt: see `prefix_cache`. priority: see `scheduler`.
 
     num_tokens: tokens of prompt and output, those included that the plans made so far will choose:
-    num_pending of them are not known yet. num_computed_tokens: those whose KV is in the
+    num_pending of them are not known yet. most_tokens: as many as it may ever have. asks_logprobs:
+    of the output or of the prompt. num_computed_tokens: those whose KV is in the
     cache, or will be once the plans made so far have run; while it waits, those whose KV is in
     host_blocks. num_found_tokens: those whose KV came with its first blocks, and is not written
     again. num_prefill_tokens: tokens known when it was last admitted; what is computed past them is
@@ -52,6 +53,8 @@ class Request:
     priority: int = 0
     sequence_id: str = field(init=False)
     num_tokens: int = field(init=False)
+    most_tokens: int = field(init=False)
+    asks_logprobs: bool = field(init=False)
     num_computed_tokens: int = 0
     num_found_tokens: int = 0
     num_prefill_tokens: int = 0
@@ -64,6 +67,9 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt_token_ids)
+        self.most_tokens = self.num_tokens + self.max_tokens
+        params = self.params
+        self.asks_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
         self.sequence_id = self.request_id
         if self.index:
             self.sequence_id += f"{SEPARATOR}{self.index}"
@@ -85,7 +91,7 @@ class Request:
     @property
     def max_kv_tokens(self) -> int:
         """Most tokens whose KV is ever written: the last token generated is never computed."""
-        return len(self.prompt_token_ids) + self.max_tokens - 1
+        return self.most_tokens - 1
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
         """Known tokens [start, end)."""
@@ -132,17 +138,19 @@ class Request:
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> RequestOutput:
         """Take the oldest pending token: extend the text, and see whether it ends here."""
-        self.record.token_ids.append(token_id)
-        self.record.num_output_tokens += 1
-        if self.record.logprobs is not None and logprobs is not None:
-            self.record.logprobs.append(logprobs)
+        record = self.record
+        record.token_ids.append(token_id)
+        record.num_output_tokens += 1
+        if record.logprobs is not None and logprobs is not None:
+            record.logprobs.append(logprobs)
         new_token_ids = (token_id,)
         if token_id in self.stop_ids:
             return self.finish("stop", token_id, new_token_ids)
-        delta, stop = self.detokenizer.append(token_id, self._too_early)
+        too_early = record.num_output_tokens < self.params.min_tokens
+        delta, stop = self.detokenizer.append(token_id, too_early)
         if stop is not None:
             self.finish_reason = "stop"
-        elif len(self.record.token_ids) == self.max_tokens:
+        elif record.num_output_tokens == self.max_tokens:
             return self.finish("length", None, new_token_ids, delta)
         return self._output(new_token_ids, delta, stop)
 
@@ -155,15 +163,11 @@ class Request:
     ) -> RequestOutput:
         """End the request. Text that was held back, and half a character, come out now."""
         self.finish_reason = reason
-        tail, stop = self.detokenizer.finish(self._too_early)
+        too_early = self.record.num_output_tokens < self.params.min_tokens
+        tail, stop = self.detokenizer.finish(too_early)
         if stop is not None and reason == "length":
             self.finish_reason, stop_reason = "stop", stop
         return self._output(new_token_ids, delta + tail, stop_reason)
-
-    @property
-    def _too_early(self) -> bool:
-        """Whether a stop string that is complete now does not count yet."""
-        return len(self.record.token_ids) < self.params.min_tokens
 
     def _output(
         self, new_token_ids: tuple[int, ...], delta: str, stop_reason: str | int | None
@@ -179,7 +183,7 @@ class Request:
             delta,
             self.finish_reason,
             stop_reason,
-            len(record.token_ids),
+            record.num_output_tokens,
             len(record.text_pieces),
             record,
         )

@@ -151,8 +151,10 @@ class Scheduler:
         step = _Draft(self.config.budget)
         # _make_room takes requests off the end of this list, never the current one or one before.
         for request in self.running:
-            num_tokens = self._share(request, step.budget)
-            if not num_tokens or request.num_generated == request.max_tokens:
+            num_tokens = request.num_tokens - request.num_computed_tokens
+            if num_tokens != 1 or not step.budget:  # most decode, and get what they want
+                num_tokens = self._share(request, step.budget)
+            if not num_tokens or request.num_tokens == request.most_tokens:
                 continue  # the last of its tokens is not computed, only waited for
             lacks = self.blocks.lacks(request, request.num_computed_tokens + num_tokens)
             if lacks:
@@ -316,7 +318,7 @@ class Scheduler:
         samples = end == request.num_tokens
         if samples:
             step.sampling.append(request)
-            if not request.num_generated:
+            if end == len(request.prompt_token_ids):  # nothing was generated yet
                 step.source = request
         step.computed.append((request, end))
         work = Work(request.sequence_id, start, num_tokens, new_blocks, samples, replaces_last)

@@ -5,6 +5,7 @@ new, and only that is sent; tokens that the device samples stay there.
 """
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -95,20 +96,21 @@ class DeviceBatch:
         for admission in plan.admitted:
             self._admit(admission, places, values)
         one_each = all(item.num_tokens == 1 for item in plan.work)
-        new_blocks: list[int] = []
-        for item in plan.work:
-            row = self.rows[item.request_id]
-            row.num_blocks -= item.replaces_last
-            if item.new_block_ids and not one_each:
-                self._place_blocks(row, item.new_block_ids, places, values)
-            new_blocks.append(item.new_block_ids[-1] if item.new_block_ids else NO_BLOCK)
-            row.num_blocks += len(item.new_block_ids)
+        new_blocks = [NO_BLOCK] * len(plan.work)
+        rows = [self.rows[item.request_id] for item in plan.work]
+        for i, (item, row) in enumerate(zip(plan.work, rows, strict=True)):
+            if item.new_block_ids:
+                row.num_blocks -= item.replaces_last
+                if not one_each:
+                    self._place_blocks(row, item.new_block_ids, places, values)
+                new_blocks[i] = item.new_block_ids[-1]
+                row.num_blocks += len(item.new_block_ids)
             row.num_tokens = item.start + item.num_tokens
         if places:
             self._write(np.concatenate(places), np.concatenate(values))
         if not plan.work:
             return None
-        return self._send(plan, new_blocks if one_each else [])
+        return self._send(plan, rows, new_blocks if one_each else [])
 
     def _write(self, places: np.ndarray, values: np.ndarray) -> None:
         """Queue the writing of values into the tables; of two for one place the last counts."""
@@ -117,33 +119,32 @@ class DeviceBatch:
         where, what = to_device(both, self.device)
         self._tables.index_copy_(0, where, what.int())
 
-    def _send(self, plan: StepPlan, new_blocks: list[int]) -> Step:
-        work = tuple((item, self.rows[item.request_id]) for item in plan.work)
-        seq_lens = [row.num_tokens for _, row in work]
-        starts, total = [0], 0
-        for item, _ in work:
-            total += item.num_tokens
-            starts.append(total)
-        index = {item.request_id: i for i, (item, _) in enumerate(work) if item.samples}
-        in_order = len(index) == len(work) and not plan.forks
-        for fork in plan.forks:
-            index[fork.request_id] = index[fork.source]
-            self._learn_fork(fork)
-        sampled = tuple((request_id, self.rows[request_id]) for request_id in index)
+    def _send(self, plan: StepPlan, rows: list[Row], new_blocks: list[int]) -> Step:
+        work = plan.work
+        indices, seq_lens = [row.index for row in rows], [row.num_tokens for row in rows]
+        lengths = [item.num_tokens for item in work]
+        starts = [0, *accumulate(lengths)]
+        sampling = [i for i, item in enumerate(work) if item.samples]
+        sampled = [(work[i].request_id, rows[i]) for i in sampling]
+        in_order = len(sampled) == len(work) and not plan.forks
+        if plan.forks:
+            place = {work[i].request_id: i for i in sampling}
+            sampling += [place[fork.source] for fork in plan.forks]
+            sampled += [(fork.request_id, self._learn_fork(fork)) for fork in plan.forks]
         self.header.send(
             {
-                "rows": [row.index for _, row in work],
+                "rows": indices,
                 "seq_lens": seq_lens,
-                "found": [row.num_found_tokens for _, row in work],
+                "found": [row.num_found_tokens for row in rows],
                 "new_blocks": new_blocks,
                 "query_start": starts,
-                "sample_index": [starts[i + 1] - 1 for i in index.values()],
-                "sample_rows": [row.index for _, row in sampled],
-                "sample_positions": [seq_lens[i] for i in index.values()],
+                "sample_index": [starts[i + 1] - 1 for i in sampling],
+                "sample_rows": indices if in_order else [row.index for _, row in sampled],
+                "sample_positions": seq_lens if in_order else [seq_lens[i] for i in sampling],
             }
         )
-        longest = max(item.num_tokens for item, _ in work)
-        return Step(work, total, longest, max(seq_lens), sampled, in_order)
+        both = tuple(zip(work, rows, strict=True))
+        return Step(both, starts[-1], max(lengths), max(seq_lens), tuple(sampled), in_order)
 
     def fill(self, query_start: Tensor, out: StepInputs, longest: int) -> None:
         """Queue what fills the inputs of the last step that was sent."""
@@ -199,12 +200,13 @@ class DeviceBatch:
         self.rows[admission.request_id] = row
         self._set_sampling(row)
 
-    def _learn_fork(self, fork: Fork) -> None:
+    def _learn_fork(self, fork: Fork) -> Row:
         source, index = self.rows[fork.source], self._free_rows.pop()
         rules = source.rules.fork() if source.rules else None
         row = replace(source, index=index, seed=fork.seed, rules=rules)
         self.rows[fork.request_id] = row
         self._set_sampling(row)
+        return row
 
     def _set_sampling(self, row: Row) -> None:
         params, seed = row.sampling, row.seed % 2**64

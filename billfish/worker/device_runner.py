@@ -35,13 +35,15 @@ class DeviceStep:
     """A step that is queued; see `billfish.engine.plan.PendingStep`.
 
     tokens: int32 [S] in host memory, valid once `done` has come. finite: whether the model's own
-    logits were numbers, bool [S], where rules may have left nothing to choose.
+    logits were numbers, bool [S], where rules may have left nothing to choose. grammars: whether
+    any of the sequences has one.
     """
 
     step: int
     sampled: tuple[tuple[str, Row], ...] = ()
     tokens: Tensor | None = None
     finite: Tensor | None = None
+    grammars: bool = False
     done: Any = None
     logprobs: tuple[list[str], PendingLogprobs] | None = None
     prompt_logprobs: list[tuple[str, int, list[PendingLogprobs]]] = field(default_factory=list)
@@ -51,7 +53,7 @@ class DeviceStep:
         """Let the grammars follow the tokens of this step, once it is done."""
         if self.done is not None:
             self.done.synchronize()
-        if self.followed or self.tokens is None:
+        if self.followed or self.tokens is None or not self.grammars:
             return
         self.followed = True
         for (_, row), token_id in zip(self.sampled, self.tokens.tolist(), strict=True):
@@ -63,13 +65,14 @@ class DeviceStep:
         self.follow()
         result = StepResult(self.step)
         if self.tokens is not None:
-            finite = [False] * len(self.sampled) if self.finite is None else self.finite.tolist()
-            rows = zip(self.sampled, self.tokens.tolist(), finite, strict=True)
-            for (request_id, row), token_id, is_finite in rows:
-                if token_id == NO_TOKEN:
-                    result.failed[request_id] = why_nothing_left(row) if is_finite else NOT_FINITE
-                else:
-                    result.token_ids[request_id] = token_id
+            chosen = self.tokens.tolist()
+            result.token_ids.update(zip([name for name, _ in self.sampled], chosen, strict=True))
+            if NO_TOKEN in chosen:
+                finite = [False] * len(chosen) if self.finite is None else self.finite.tolist()
+                for (name, row), is_finite in zip(self.sampled, finite, strict=True):
+                    if result.token_ids[name] == NO_TOKEN:
+                        del result.token_ids[name]
+                        result.failed[name] = why_nothing_left(row) if is_finite else NOT_FINITE
         if self.logprobs is not None:
             names, pending = self.logprobs
             found = zip(names, pending.collect(), strict=True)
@@ -351,7 +354,8 @@ class DeviceRunner:
         count = len(rows)
         header = self.batch.header
         positions = header.sample_positions[:count]
-        if any(row.rules and row.rules.grammar for row in rows):
+        pending.grammars = any(row.rules and row.rules.grammar for row in rows)
+        if pending.grammars:
             # The masks depend on the last tokens. The model's part of this step is queued already,
             # so the device computes while the host waits for them and makes the masks.
             self._last.follow()

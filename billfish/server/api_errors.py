@@ -15,6 +15,7 @@ from billfish.errors import (
     EngineUnavailableError,
     InvalidRequestError,
     QueueFullError,
+    shown,
 )
 from billfish.server.schema import FieldError
 
@@ -112,18 +113,30 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     cause = (best.get("ctx") or {}).get("error")
     if isinstance(cause, FieldError):
         place = [*place, cause.field]
+    elif tag := _field_of_tag(best):
+        place = [*place, tag]
     param = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in place).removeprefix(".")
     reason = {
         "extra_forbidden": "is not supported",
         "none_required": "is not supported",
         "missing": "is required",
-        "union_tag_not_found": "lacks the field that says what it is",
+        "union_tag_not_found": "is required",
     }.get(best["type"])
-    if reason is None:
-        reason = str(best["msg"]).removeprefix("Value error, ")
+    if best["type"] == "union_tag_invalid":
+        reason = f"must be one of {best['ctx']['expected_tags']}, got {shown(best['ctx']['tag'])}"
+    elif reason is None:
+        reason = str(best["msg"]).removeprefix("Value error, ").removeprefix("Input ")
     code = "unsupported_parameter" if reason == "is not supported" else None
-    shown = param if len(param) <= 200 else f"{param[:200]}..."
-    return ApiError(400, f"{shown or 'body'}: {reason}", param=shown or None, code=code)
+    param = param if len(param) <= 200 else f"{param[:200]}..."
+    return ApiError(400, f"{param or 'body'}: {reason}", param=param or None, code=code)
+
+
+def _field_of_tag(error: Mapping[str, Any]) -> str | None:
+    """The field that was to say which of several models a value is, where that is what is wrong."""
+    if error["type"] not in ("union_tag_invalid", "union_tag_not_found"):
+        return None
+    by = str(error["ctx"]["discriminator"])  # a field in quotes, or a function
+    return by.strip("'") if by.startswith("'") else None
 
 
 def _place(error: Mapping[str, Any], body: Any) -> list[str | int]:

@@ -184,8 +184,8 @@ REFUSED = [
     ({"messages": "Hi"}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    ({"messages": [{"role": "king", "content": "x"}]}, "messages[0]"),
-    ({"messages": [{"content": "x"}]}, "messages[0]"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": "x", "name": "Bob"}]}, "messages[0].name"),
     ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
@@ -212,7 +212,7 @@ REFUSED = [
     ({"seed": 2**64}, "seed"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
@@ -246,6 +246,14 @@ def test_refused_by_name(http, change, param):
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert error["message"].startswith(param.split(".")[0].split("[")[0])
+
+
+def test_a_role_that_there_is_not_is_told_with_those_that_there_are(http):
+    answer = http.post("/v1/chat/completions", json=chat(messages=[{"role": "king"}]))
+    assert answer.json()["error"]["message"] == (
+        "messages[0].role: must be one of 'system', 'developer', 'user', 'assistant', 'tool', "
+        "got 'king'"
+    )
 
 
 def test_an_unknown_model(http):

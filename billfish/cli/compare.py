@@ -82,8 +82,11 @@ def command(
     if html:
         html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(page, encoding="utf-8")
-    for path in filter(None, (json_file, html)):
+    written = [path for path in (json_file, html) if path]
+    for path in written:
         console.print(f"wrote {path}", markup=False, highlight=False)
+    if not written:
+        console.print("Every case, plots and code: --html FILE. All figures: --json FILE.")
 
 
 def _made(families: tuple[str, ...], quick: bool, recorded: bool) -> dict[str, object]:

@@ -52,8 +52,8 @@ def command(
     )
     outputs = _serve(console, llm, params)
     if console.is_terminal:
-        for prompt, output in zip(PROMPTS, outputs, strict=True):
-            _print_answer(console, prompt, output)
+        for index, output in enumerate(outputs):
+            _print_answer(console, index, output)
     print_ledger(console, outputs, llm)
     common.check_answered(outputs)
 
@@ -75,7 +75,7 @@ def _serve(console: Console, llm: "LLM", params: SamplingParams) -> "list[Reques
         for index, output in stream:
             outputs[index] = output
             if output.finished:
-                _print_answer(console, PROMPTS[index], output)
+                _print_answer(console, index, output)
     return [outputs[index] for index in range(len(PROMPTS))]
 
 
@@ -91,6 +91,7 @@ def _view(outputs: "dict[int, RequestOutput]", width: int) -> Table:
     return table
 
 
-def _print_answer(console: Console, prompt: str, output: "RequestOutput") -> None:
-    console.print(Text(f">>> {prompt}", style="bold"))
+def _print_answer(console: Console, index: int, output: "RequestOutput") -> None:
+    """With the number that the ledger gives it: answers may come in another order."""
+    console.print(Text(f">>> {index + 1}. {PROMPTS[index]}", style="bold"))
     console.print(Text(visible(output.text.strip()) + "\n"))

@@ -38,7 +38,6 @@ def show(document: Json, console: Console) -> None:
     console.print(FLOOR, markup=False, highlight=False)
     for family in families.values():
         _techniques(family, console)
-    console.print("Every case, plots and code: --html FILE. All figures: --json FILE.")
 
 
 def _say_where(document: Json, console: Console) -> None:

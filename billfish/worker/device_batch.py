@@ -179,6 +179,7 @@ class DeviceBatch:
     def _admit(
         self, admission: Admission, places: list[np.ndarray], values: list[np.ndarray]
     ) -> None:
+        rules = LogitsRules.of(admission, self.grammars)  # before a row is taken: that may fail
         index = self._free_rows.pop()
         count = len(admission.token_ids)
         row = Row(
@@ -188,7 +189,7 @@ class DeviceBatch:
             num_tokens=count,
             num_prompt_tokens=admission.num_prompt_tokens,
             resumed=count > admission.num_prompt_tokens,
-            rules=LogitsRules.of(admission, self.grammars),
+            rules=rules,
             num_found_tokens=admission.num_computed_tokens,
         )
         start = index * self.max_model_len

@@ -126,6 +126,7 @@ class InputBatch:
         )
 
     def _admit(self, admission: Admission) -> None:
+        rules = LogitsRules.of(admission, self.grammars)  # before a row is taken: that may fail
         index = self._free_rows.pop()
         tokens = torch.tensor(admission.token_ids, dtype=torch.int64)
         self.token_ids[index, : len(tokens)] = tokens
@@ -136,7 +137,7 @@ class InputBatch:
             num_tokens=len(tokens),
             num_prompt_tokens=admission.num_prompt_tokens,
             resumed=len(tokens) > admission.num_prompt_tokens,
-            rules=LogitsRules.of(admission, self.grammars),
+            rules=rules,
             num_found_tokens=admission.num_computed_tokens,
         )
         self._add_blocks(row, admission.block_ids)

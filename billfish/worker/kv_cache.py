@@ -27,12 +27,16 @@ def plan_num_blocks(config: ModelConfig, cache: CacheConfig, dtype: torch.dtype)
     """
     if cache.num_blocks is not None:
         return cache.num_blocks
-    each = block_bytes(config, cache.block_size, dtype)
     memory = DEFAULT_BYTES if cache.memory_bytes is None else cache.memory_bytes
+    return blocks_in(memory, block_bytes(config, cache.block_size, dtype), cache.block_size)
+
+
+def blocks_in(memory: int, each: int, block_size: int) -> int:
+    """Usable blocks of `each` bytes in so much memory. Raises CapacityError for none."""
     count = min(memory // each - 1, 2**31 - 2)  # the null block takes one
     if count < 1:
         raise CapacityError(
-            f"a KV cache of {memory} bytes holds no block of {cache.block_size} "
+            f"a KV cache of {memory} bytes holds no block of {block_size} "
             f"tokens ({each} bytes each, and one is the null block): give at least {2 * each} bytes"
         )
     return count

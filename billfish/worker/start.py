@@ -189,4 +189,6 @@ def _fitted(plan: MemoryPlan, cache: CacheConfig) -> MemoryPlan:
     """The plan with its number of blocks: as asked, by number or by bytes, or all that fit."""
     if cache.num_blocks is not None or cache.memory_bytes is None:
         return plan.with_blocks(cache.num_blocks)
-    return plan.with_blocks(max(1, cache.memory_bytes // plan.block_bytes - 1))
+    return plan.with_blocks(
+        kv_cache.blocks_in(cache.memory_bytes, plan.block_bytes, plan.block_size)
+    )

@@ -1,10 +1,15 @@
 """Plans become tensors: worked out by hand, and rows come back."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from billfish.engine.plan import Admission, Fork, StepPlan, Work
+from billfish.errors import ConfigError
 from billfish.sampling_params import SamplingParams
+from billfish.structured_output import StructuredOutput
+from billfish.worker.device_batch import DeviceBatch
 from billfish.worker.input_batch import InputBatch
 
 PARAMS = SamplingParams()
@@ -65,6 +70,20 @@ def test_rows_are_used_again_and_start_clean() -> None:
         assert inputs.token_ids.tolist() == [step, step]
         assert inputs.metadata.slot_mapping.tolist() == [4 * (step + 1), 4 * (step + 1) + 1]
     assert batch.rows.keys() == {"19"}
+
+
+@pytest.mark.parametrize("kind", [InputBatch, partial(DeviceBatch, device=torch.device("cpu"))])
+def test_an_admission_that_fails_keeps_no_row(kind) -> None:
+    """There are no grammars, and a form is asked for, many more times than there are rows."""
+    batch = kind(max_num_seqs=2, max_model_len=8, block_size=4)
+    form = SamplingParams(structured=StructuredOutput.regex("a"))
+    bad = Admission("bad", (1, 2), 2, form, seed=1)
+    for step in range(5):
+        with pytest.raises(ConfigError, match="no grammars"):
+            batch.apply(StepPlan(step, released=("x", "bad"), admitted=(admission("x", 1), bad)))
+    plan = StepPlan(6, released=("x", "bad"), admitted=(admission("a", 1), admission("b", 2)))
+    batch.apply(plan)
+    assert batch.rows.keys() == {"a", "b"}
 
 
 def test_an_id_may_be_released_and_admitted_in_one_plan() -> None:

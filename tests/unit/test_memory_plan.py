@@ -11,7 +11,7 @@ import torch
 from billfish.config import CacheConfig, ModelConfig, SchedulerConfig
 from billfish.errors import CapacityError
 from billfish.models.random_weights import SHAPES, load_model
-from billfish.worker import memory_plan
+from billfish.worker import memory_plan, start
 from billfish.worker.memory import GIB
 from billfish.worker.memory_plan import MemoryPlan
 from billfish.worker.step_graphs import ladder
@@ -159,3 +159,18 @@ def test_ladder() -> None:
         sizes = ladder(most)
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == most
+
+
+def test_a_kv_cache_given_in_bytes() -> None:
+    """No more than was given, and an error where that holds no block: as on a CPU."""
+    there = plan()
+    for blocks in (1, 5, 1000):
+        for spare in (0, there.block_bytes - 1):
+            given = CacheConfig(memory_bytes=(blocks + 1) * there.block_bytes + spare)
+            assert start._fitted(there, given).num_blocks == blocks
+    given = CacheConfig(memory_bytes=2 * there.block_bytes - 1)
+    with pytest.raises(CapacityError, match=f"give at least {2 * there.block_bytes} bytes"):
+        start._fitted(there, given)
+    given = CacheConfig(memory_bytes=80 * GIB)
+    with pytest.raises(CapacityError, match="num_blocks of at most"):
+        start._fitted(there, given)

@@ -21,14 +21,18 @@ def summary(records: Records) -> Json | None:
 
     decode, prefill: milliseconds by line ("billfish", ...) and case ("32" or "32, 8192 in"), the
     better of vLLM's INT4 kernels. sampling: by options and batch. starts: seconds, and those of
-    their phases. many: output tokens/s of requests that come at once.
+    their phases. many: output tokens/s of requests that come at once. many_steps: where the
+    time of the fastest run goes, what takes most of it first.
     """
     ours, theirs = records.get("engine_gpu"), records.get("engine_vllm")
     if ours is None:
         return None
     rows = [*ours.rows, *(theirs.rows if theirs else [])]
     greedy = [row for row in rows if "sampling" not in row and _line_of(row)]
-    many = {_line_of(r): r["value"] for r in greedy if r["measure"] == "output_tok_s"}
+    at_once = [row for row in greedy if row["measure"] == "output_tok_s"]
+    many = {_with_seats(row): row["value"] for row in at_once}
+    told = [row for row in at_once if _line_of(row) == "billfish" and "steps" in row]
+    steps = max(told, key=lambda row: row["value"])["steps"] if told else []
     return {
         "decode": _by_case(r for r in greedy if r["measure"] == "tpot_ms"),
         "prefill": _by_case(r for r in greedy if r["measure"] == "prefill_ms"),
@@ -44,6 +48,7 @@ def summary(records: Records) -> Json | None:
             if row["measure"] == "start_s"
         ],
         "many": many,
+        "many_steps": sorted(steps, key=lambda step: -step["seconds"]),
     }  # fmt: skip
 
 
@@ -54,6 +59,12 @@ def _line_of(row: Row) -> str | None:
             return f"with the head in {row['head'].upper()}"
         return "billfish, bfloat16 weights" if row.get("weights") == "dense" else "billfish"
     return VLLM if row["impl"] in ("vllm-machete", "vllm-marlin") else None
+
+
+def _with_seats(row: Row) -> str:
+    """The line of many requests at once; how many are served at a time is a choice."""
+    seats = f", up to {row['seats']:,} at a time" if "seats" in row else ""
+    return f"{_line_of(row)}{seats}"
 
 
 def _by_case(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
@@ -119,10 +130,23 @@ def starts(document: Json) -> str:
 def many(document: Json) -> str:
     """Output tokens a second of many requests at once."""
     found = (document["charts"]["engine"] or {}).get("many")
-    if not found or "billfish" not in found:
+    if not found or all(name == VLLM for name in found):
         return NOT_YET
     rows = [["1000 requests at once", "output tokens/s"], ["---", "--:"]]
     rows += [[name, shown(value)] for name, value in found.items()]
+    return _table(rows)
+
+
+def many_steps(document: Json) -> str:
+    """Where the time of many requests at once goes, by kind of step."""
+    found = (document["charts"]["engine"] or {}).get("many_steps")
+    if not found:
+        return NOT_YET
+    rows = [["steps of 1000 requests at once", "steps", "tokens", "seconds", "the engine waited"],
+            ["---", *["--:"] * 4]]  # fmt: skip
+    for step in found:
+        seconds = [f"{step[key]:.2f}" for key in ("seconds", "waited")]
+        rows.append([step["kind"], f"{step['steps']:,}", f"{step['tokens']:,}", *seconds])
     return _table(rows)
 
 
@@ -181,6 +205,7 @@ TABLES: Mapping[str, tuple[Callable[[Json], str], str | None]] = {
     "engine decode": (partial(times, kind="decode"), "engine_gpu"),
     "engine prefill": (partial(times, kind="prefill"), None),
     "engine many": (many, None),
+    "engine many steps": (many_steps, None),
     "engine starts": (starts, None),
     "engine sampling": (sampling, None),
     "engine step": (steps, "step"),

@@ -144,13 +144,19 @@ def test_switches_and_layers_of_products():
 
 def test_a_whole_model_on_a_gpu():
     row = {"impl": "billfish", "measure": "tpot_ms", "batch": 1, "prompt": 512, "value": 2.0}
+    many = {**row, "measure": "output_tok_s", "batch": 1000, "prompt": 220000}
+    slow, quick = (
+        {"kind": kind, "steps": steps, "tokens": 2048, "seconds": seconds, "waited": 0.125}
+        for kind, steps, seconds in (("decode, up to 32", 1500, 1.5), ("prompts", 2, 3.0))
+    )
     start = {**row, "measure": "start_s", "prompt": 64, "compiled": "cold", "value": 12.5}
     ours = [
         {**row, "batch": 32, "prompt": 8192, "value": 10.0}, {**row, "head": "bfloat16"},
         {**row, "head": "int8", "value": 1.75}, {**row, "weights": "dense", "value": 4.0},
         {**row, "sampling": '{"temperature": 1.0, "top_k": 40}', "prompt": 128, "value": 2.5},
         {**start, "phases": {"imports": 4.0, "graphs": 1.5}},
-        {**row, "measure": "output_tok_s", "batch": 1000, "prompt": 220000, "value": 14000.0},
+        {**many, "seats": 512, "value": 14000.0, "steps": [slow, quick]},
+        {**many, "seats": 1000, "value": 13000.0, "steps": [quick]}, {**many, "value": 12000.0},
     ]  # fmt: skip
     theirs = [
         {**row, "impl": "vllm-marlin", "value": 3.0}, {**row, "impl": "vllm-bf16", "value": 4.8},
@@ -178,7 +184,14 @@ def test_a_whole_model_on_a_gpu():
     assert tables.TABLES["engine prefill"](document) == "Not measured yet."
     assert table("sampling") == [["temperature 1.0, top_k 40", "2.5"]]
     assert table("starts") == [["first", "12.5", "4", "1.5"]]
-    assert table("many") == [["billfish", "14,000"]]
+    assert table("many") == [
+        ["billfish, up to 512 at a time", "14,000"], ["billfish, up to 1,000 at a time", "13,000"],
+        ["billfish", "12,000"],
+    ]  # fmt: skip
+    assert table("many steps") == [
+        ["prompts", "2", "2,048", "3.00", "0.12"],
+        ["decode, up to 32", "1,500", "2,048", "1.50", "0.12"],
+    ]
     assert table("step") == [["o", "288", "67"], ["gaps", "20", "–"]]
 
 

@@ -105,6 +105,14 @@ def run_case(case: Case, makers: dict[str, Callable[[Batch], list[Call]]]) -> li
     return rows
 
 
+def _heads(text: str) -> list[tuple[int, int]]:
+    pairs = [tuple(map(int, pair.split("/"))) for pair in text.split(",")]
+    found = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
+    if len(found) < len(pairs) or any(min(q, kv) < 1 or q % kv for q, kv in found):
+        raise ValueError(text)
+    return found
+
+
 def main(arguments: list[str]) -> None:
     cli = argparse.ArgumentParser(
         prog="billfish bench attention",
@@ -113,7 +121,9 @@ def main(arguments: list[str]) -> None:
     )
     cli.add_argument("--out", required=True, help="JSON file to write")
     cli.add_argument("--peers", help="folder with the peers' libraries")
-    cli.add_argument("--heads", default="32/8,64/8,32/32", help="query/KV heads, comma-separated")
+    cli.add_argument(
+        "--heads", type=_heads, default="32/8,64/8,32/32", help="query/KV heads, comma-separated"
+    )
     cli.add_argument("--modes", default=",".join(MODES), help="kinds of cases, not of --ablation")
     cli.add_argument("--only", default="", help="cases whose names hold this")
     cli.add_argument("--most-gb", type=float, default=40, help="leave out larger KV")
@@ -126,7 +136,15 @@ def main(arguments: list[str]) -> None:
         given = {"--peers": options.peers, "--only": options.only}
         for name in (name for name, value in given.items() if value):
             cli.error(f"{name} has no effect with --ablation")
-    heads = [tuple(map(int, pair.split("/"))) for pair in options.heads.split(",")]
+    wanted = [
+        case
+        for pair in options.heads
+        for case in cases(pair)
+        if case.mode in modes and options.only in case.name
+        and case.kv_bytes <= options.most_gb * 1e9
+    ]  # fmt: skip
+    if not (wanted or options.ablation or "move" in modes):
+        cli.error("no case is left: see --modes, --only and --most-gb")
     makers: dict[str, Callable[[Batch], list[Call]]] = {
         "billfish": ours,
         "planned": planned,
@@ -146,16 +164,14 @@ def main(arguments: list[str]) -> None:
         kept.extend(rows)
         record.write(options.out, head, kept)
 
-    for pair in heads:
-        if options.ablation:
-            keep(ablation((pair[0], pair[1])))
-            continue
-        for case in cases((pair[0], pair[1])):
-            small = case.kv_bytes <= options.most_gb * 1e9
-            if case.mode in modes and options.only in case.name and small:
-                keep(run_case(case, makers))
-                torch.cuda.empty_cache()
-    if "move" in modes and not options.ablation:
+    if options.ablation:
+        for pair in options.heads:
+            keep(ablation(pair))
+        return
+    for case in wanted:
+        keep(run_case(case, makers))
+        torch.cuda.empty_cache()
+    if "move" in modes:
         keep(movement())
 
 

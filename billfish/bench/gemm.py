@@ -30,6 +30,8 @@ from billfish.bench.gemm_cases import (
     AHEAD_CYCLES,
     COLD_BYTES,
     SHAPES,
+    parse_numbers,
+    parse_shapes,
     random_weights,
     read_rate,
     this_gpu,
@@ -244,8 +246,8 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--formats", action="store_true", help="bfloat16, and groups of 32")
     what.add_argument("--ablation", action="store_true", help="time techniques, not peers")
     what.add_argument("--chain", action="store_true", help="time the products of a layer in a row")
-    cli.add_argument("--rows", type=_numbers, help="values of M")
-    cli.add_argument("--shapes", type=_shapes, help="as 4096x4096,...: N x K")
+    cli.add_argument("--rows", type=parse_numbers, help="values of M")
+    cli.add_argument("--shapes", type=parse_shapes, help="as 4096x4096,...: N x K")
     cli.add_argument("--dtype", choices=sorted(DTYPES), help="of the activations; else fp16")
     cli.add_argument("--group-size", type=int, help="else 128")
     cli.add_argument("--jobs", type=int, default=8, help="processes that compile")
@@ -267,15 +269,6 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     if given and (options.formats or options.ablation or options.chain):
         cli.error(f"{given[0]} has no effect here")
     return options
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
-def _shapes(text: str) -> list[tuple[int, int]]:
-    pairs = [shape.split("x") for shape in text.split(",")]
-    return [(int(n), int(k)) for n, k in pairs]
 
 
 def main(arguments: list[str]) -> None:

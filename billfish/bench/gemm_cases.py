@@ -17,6 +17,23 @@ AHEAD_CYCLES = 1_000_000  # half a millisecond: what a busy host takes to queue 
 COLD_BYTES = 260_000_000  # four times the L2 of an H200
 
 
+def parse_numbers(text: str) -> list[int]:
+    """Of an option: 1,8,16. ValueError for anything else."""
+    found = [int(number) for number in text.split(",")]
+    if min(found) < 1:
+        raise ValueError(text)
+    return found
+
+
+def parse_shapes(text: str) -> list[tuple[int, int]]:
+    """(N, K) of an option: 4096x4096,6144x4096. ValueError for anything else."""
+    pairs = [shape.split("x") for shape in text.split(",")]
+    found = [(int(n), int(k)) for n, k in pairs]
+    if min(min(pair) for pair in found) < 1:
+        raise ValueError(text)
+    return found
+
+
 def this_gpu() -> Gpu:
     from billfish.kernels.marlin.workspace import gpu_of
 

@@ -285,7 +285,11 @@ def main(arguments: list[str]) -> None:
     options = _parse(arguments)
     names = tuple(name for name in options.kernels.split(",") if name)
     cases = all_cases(names, options.quick)
-    peers = None if options.peers is None else options.peers.split(",")
+    peers = None if options.peers is None else [p for p in options.peers.split(",") if p]
+    known = {peer for case in cases for peer in case.peers}
+    if unknown := set(peers or ()) - known:
+        raise ConfigError(f"--peers: no kernel of these has {unknown.pop()!r} beside it; there are "
+                          + ", ".join(sorted(known)))  # fmt: skip
     if not options.out:
         peers = []  # the other record has none
     head = record.environment("billfish bench general " + " ".join(arguments), PACKAGES)

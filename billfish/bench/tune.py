@@ -23,7 +23,13 @@ from typing import Any
 import torch
 
 from billfish.bench import record
-from billfish.bench.gemm_cases import SHAPES, packed_copies, time_configs
+from billfish.bench.gemm_cases import (
+    SHAPES,
+    packed_copies,
+    parse_numbers,
+    parse_shapes,
+    time_configs,
+)
 from billfish.bench.gemm_compile import Form, compile_all
 from billfish.errors import ConfigError
 from billfish.kernels.marlin import tuning
@@ -131,28 +137,29 @@ def main(arguments: list[str]) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    cli.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES))
-    cli.add_argument("--rows", default=",".join(map(str, tuning.ROWS)), help="numbers of tokens")
+    cli.add_argument("--shapes", type=parse_shapes, default=list(SHAPES), help="as 4096x4096,...")
+    cli.add_argument("--rows", type=parse_numbers, default=list(tuning.ROWS), help="of tokens")
     cli.add_argument("--gain", type=float, default=0.02, help="what a row must win to be kept")
     cli.add_argument("--out", help="JSON file to write; by default the table of this GPU")
     cli.add_argument("--jobs", type=int, default=8, help="processes that compile")
     options = cli.parse_args(arguments)
-    rows = [int(m) for m in options.rows.split(",")]
+    rows = options.rows
     if not set(rows) <= set(tuning.ROWS):
-        raise ConfigError(f"--rows: got {options.rows}, expected some of {tuning.ROWS}")
+        raise ConfigError(f"--rows: got {rows}, expected some of {tuning.ROWS}")
     if torch.cuda.get_device_capability() != (9, 0):
         raise ConfigError("bench tune tunes the Hopper kernel, which this GPU does not run")
     from billfish.kernels.marlin.workspace import gpu_of
 
     gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
-    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
     out = Path(options.out) if options.out else tuning.table_path(gpu.name)
     out.parent.mkdir(exist_ok=True)
     old = json.loads(out.read_text()) if out.exists() else {"commit": None, "rows": []}
     left = {(row["n"], row["k"], row["m"]) for row in old["rows"] if row.get("timed") == "layer"}
-    wanted = {(n, k): [m for m in rows if (n, k, m) not in left] for n, k in shapes}
+    wanted = {(n, k): [m for m in rows if (n, k, m) not in left] for n, k in options.shapes}
     tuned = {(n, k, m) for (n, k), tokens in wanted.items() for m in tokens}
-    for n, k, m in sorted(left & {(n, k, m) for (n, k), m in itertools.product(shapes, rows)}):
+    for n, k, m in sorted(
+        left & {(n, k, m) for (n, k), m in itertools.product(options.shapes, rows)}
+    ):
         print(f"{n}x{k} M={m}: left as it is, timed in a layer", flush=True)
     compiled = sorted({m for _, _, m in tuned})
     compile_all((Form(config, m) for m in compiled for config in candidates(m)), options.jobs)

@@ -68,3 +68,16 @@ def test_options_that_would_have_no_effect_are_refused(options, capsys):
 
 def test_every_mode_has_cases():
     assert {case.mode for case in cases((32, 8))} | {"move"} == set(attention.MODES)
+
+
+@pytest.mark.parametrize("heads", ["x", "32", "32/8/2", "7/2", "8/0", "", "32/8,"])
+def test_numbers_of_heads(heads, capsys):
+    with pytest.raises(SystemExit):
+        attention.main(["--out", "x.json", "--heads", heads])
+    assert "--heads: invalid" in capsys.readouterr().err
+
+
+def test_no_case_at_all_is_told(capsys):
+    with pytest.raises(SystemExit):
+        attention.main(["--out", "x.json", "--modes", "decode", "--only", "no such case"])
+    assert "no case is left" in capsys.readouterr().err

@@ -21,7 +21,8 @@ GPU = Gpu("Some GPU", 132)
     [
         ["--chain", "--shapes", "64x64"], ["--chain", "--peers", "here"], ["--formats", "--dtype",
          "bf16"], ["--ablation", "--peers", "here"], ["--ablation", "--group-size", "32"],
-        ["--chain", "--ablation"], ["--shapes", "64"], ["--rows", "a"], ["--dtype", "fp8"], [],
+        ["--chain", "--ablation"], ["--shapes", "64"], ["--shapes", "0x8"], ["--rows", "a"],
+        ["--rows", "0"], ["--dtype", "fp8"], [],
     ],
 )  # fmt: skip
 def test_options_that_would_have_no_effect_are_refused(options, capsys):
@@ -30,6 +31,13 @@ def test_options_that_would_have_no_effect_are_refused(options, capsys):
         gemm.parsed([*out, *options])
     assert ended.value.code == 2
     assert "error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--rows", "x"], ["--rows", ""], ["--shapes", "64"]])
+def test_numbers_that_are_none_are_told_by_tune(options, capsys):
+    with pytest.raises(SystemExit):
+        tune.main(options)
+    assert f"{options[0]}: invalid" in capsys.readouterr().err
 
 
 def test_good_options():
@@ -140,5 +148,5 @@ def test_tune_refuses(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(ConfigError, match="does not run"):
         tune.main(["--rows", "8"])
-    with pytest.raises(ConfigError, match="--rows: got 7"):
+    with pytest.raises(ConfigError, match=r"--rows: got \[7\]"):
         tune.main(["--rows", "7"])

@@ -273,3 +273,9 @@ def test_a_whole_run(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         bench.main(["--quick"])
     assert "say where results go" in capsys.readouterr().err
+
+
+def test_a_peer_that_nobody_has_is_told():
+    arguments = ["--out", "x.json", "--kernels", "transpose", "--peers", "torch,jax"]
+    with pytest.raises(ConfigError, match=r"'jax' beside it; there are .*torch"):
+        bench.main(arguments)

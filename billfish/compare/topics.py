@@ -118,12 +118,6 @@ KNOWN: dict[tuple[str, str], _Known] = {
         "two launches.",
         ("rotary_gpu:rotary_embedding",),
     ),
-    ("linear_cross_entropy", "logits in chunks"): _Known(
-        "cached",
-        "The logits of some rows at a time, their gradient written over them. Without: all logits "
-        "at once, in memory.",
-        ("cross_entropy:in_chunks",),
-    ),
     ("sort", "one sweep"): _Known(
         "synchronized",
         "A pass is one launch that reads keys once: tiles learn by decoupled look-back where their "

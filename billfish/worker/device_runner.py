@@ -1,15 +1,14 @@
 """Runs the engine's plans on a device with memory of its own: queues a step, and goes on."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from billfish.engine.logprobs import PromptLogprobs
-from billfish.engine.plan import NOT_FINITE, NULL_BLOCK, StepPlan, StepResult
+from billfish.engine.plan import NULL_BLOCK, StepPlan, StepResult
 from billfish.errors import CapacityError
 from billfish.kernels.paged_attention import AttentionMetadata
 from billfish.kernels.paged_attention.metadata import PADDING_SLOT
@@ -17,70 +16,17 @@ from billfish.models.decoder import CausalLM
 from billfish.worker import step_inputs, warm_up
 from billfish.worker.device_batch import DeviceBatch, Step
 from billfish.worker.device_rules import DeviceRules
+from billfish.worker.device_step import DeviceStep
 from billfish.worker.grammar import GrammarCompiler
 from billfish.worker.host_copies import pinned, to_device, to_host
 from billfish.worker.input_batch import Row
 from billfish.worker.kv_cache import move_blocks
 from billfish.worker.logprobs import SLICE, PendingLogprobs
 from billfish.worker.memory import gib
-from billfish.worker.model_runner import why_nothing_left
 from billfish.worker.parking import ParkedWeights, park, unpark
-from billfish.worker.sampler import NO_TOKEN, sample
+from billfish.worker.sampler import sample
 from billfish.worker.step_graphs import StepGraphs, ladder, mixed_ladder
 from billfish.worker.warm_up import TYPICAL_KV_TOKENS
-
-
-@dataclass(slots=True)
-class DeviceStep:
-    """A step that is queued; see `billfish.engine.plan.PendingStep`.
-
-    tokens: int32 [S] in host memory, valid once `done` has come. finite: whether the model's own
-    logits were numbers, bool [S], where rules may have left nothing to choose. grammars: whether
-    any of the sequences has one.
-    """
-
-    step: int
-    sampled: tuple[tuple[str, Row], ...] = ()
-    tokens: Tensor | None = None
-    finite: Tensor | None = None
-    grammars: bool = False
-    done: Any = None
-    logprobs: tuple[list[str], PendingLogprobs] | None = None
-    prompt_logprobs: list[tuple[str, int, list[PendingLogprobs]]] = field(default_factory=list)
-    followed: bool = False
-
-    def follow(self) -> None:
-        """Let the grammars follow the tokens of this step, once it is done."""
-        if self.done is not None:
-            self.done.synchronize()
-        if self.followed or self.tokens is None or not self.grammars:
-            return
-        self.followed = True
-        for (_, row), token_id in zip(self.sampled, self.tokens.tolist(), strict=True):
-            grammar = row.rules.grammar if row.rules else None
-            if grammar and token_id != NO_TOKEN and token_id not in grammar.stop_ids:
-                grammar.advance((token_id,))
-
-    def result(self) -> StepResult:
-        self.follow()
-        result = StepResult(self.step)
-        if self.tokens is not None:
-            chosen = self.tokens.tolist()
-            result.token_ids.update(zip([name for name, _ in self.sampled], chosen, strict=True))
-            if NO_TOKEN in chosen:
-                finite = [False] * len(chosen) if self.finite is None else self.finite.tolist()
-                for (name, row), is_finite in zip(self.sampled, finite, strict=True):
-                    if result.token_ids[name] == NO_TOKEN:
-                        del result.token_ids[name]
-                        result.failed[name] = why_nothing_left(row) if is_finite else NOT_FINITE
-        if self.logprobs is not None:
-            names, pending = self.logprobs
-            found = zip(names, pending.collect(), strict=True)
-            result.logprobs.update((n, each) for n, each in found if n in result.token_ids)
-        for request_id, start, parts in self.prompt_logprobs:
-            tokens = tuple(each for part in parts for each in part.collect())
-            result.prompt_logprobs[request_id] = PromptLogprobs(start, tokens)
-        return result
 
 
 class DeviceRunner:

@@ -63,8 +63,6 @@ MAY_BE_NULL = {"rel_err", "reserve_tokens", "commit"}
 LEAST, MOST = 1e-20, 1e18
 """Of any number in a record, but for 0: figures made of several stay within what JSON holds."""
 
-MAY_BE_WRONG = ("gemm", "gemm_formats", "general")
-"""Records in whose rows a result that came out wrong has no time."""
 MAY_BE_ZERO = {"flops", "prompt", "gbps", "tflops", "floor_us", "rel_err", "output", "same_texts"}
 
 

@@ -1,13 +1,14 @@
 """The step loop: schedule, execute, postprocess."""
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
 from billfish.config import SchedulerConfig
+from billfish.engine.account import Account
 from billfish.engine.block_manager import BlockManager
 from billfish.engine.block_pool import BlockPool
 from billfish.engine.detokenizer import Detokenizer
@@ -24,36 +25,37 @@ from billfish.engine.outputs import (
 from billfish.engine.plan import (
     NOT_FINITE,
     Executor,
+    OverlappingExecutor,
     PendingStep,
     SleepingExecutor,
     StepPlan,
     StepResult,
 )
 from billfish.engine.prefix_cache import PrefixCache
-from billfish.engine.request import SEPARATOR, Request, sample_seed
+from billfish.engine.request import Request, sample_seed
 from billfish.engine.request_checks import (
+    Room,
     TokenSequences,
     check_cache_salt,
     check_min_tokens,
     check_priority,
+    check_queue,
+    check_request_id,
     check_sampling,
+    check_token_list,
     check_token_range,
 )
 from billfish.engine.scheduler import ScheduledStep, Scheduler
 from billfish.errors import (
-    CapacityError,
     ConfigError,
     ExecutorError,
     InvalidRequestError,
-    QueueFullError,
     shown,
 )
 from billfish.sampling_params import SamplingParams
 
 CHECKED_BLOCKS_A_STEP = 1000
 """How much of the pool a step earns for the next check of all its blocks, at idle."""
-
-RECENT_STEPS = 256
 
 
 @dataclass(slots=True)
@@ -131,6 +133,7 @@ class Engine:
                 f"holds {slots}: nothing would ever start"
             )
         self.max_model_len = min(max_model_len, scheduler.max_model_len or max_model_len)
+        self._room = Room(self.max_model_len, num_blocks, block_size)
         self._executor = executor
         self._pool = BlockPool(num_blocks, block_size)
         self._host = _host_pool(scheduler, swap_blocks, block_size)
@@ -145,19 +148,11 @@ class Engine:
         self._clock = clock
         self._requests: dict[str, list[Request]] = {}  # the samples that go on
         self._undelivered: list[RequestOutput] = []
-        self._submit = executor.submit if overlap else None  # type: ignore[attr-defined]
+        self._submit = cast(OverlappingExecutor, executor).submit if overlap else None
         self._in_flight: deque[_InFlight] = deque()
         self._asleep = False
-        self._step_seconds = self._wait_seconds = 0.0
-        self._steps = 0
+        self._account = Account()
         self._checked_at = 0
-        self._blocks_peak = 0
-        self._output_tokens = 0
-        self._slot_steps_allocated = 0
-        self._slot_steps_used = 0
-        self._slot_steps_held = 0
-        self._finished: Counter[FinishReason] = Counter()
-        self.recent_steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
 
     @property
     def num_running(self) -> int:
@@ -172,7 +167,12 @@ class Engine:
     @property
     def num_steps(self) -> int:
         """Plans that the executor completed."""
-        return self._steps
+        return self._account.steps
+
+    @property
+    def recent_steps(self) -> Sequence[StepRecord]:
+        """The latest of them, the oldest first."""
+        return self._account.recent
 
     @property
     def request_ids(self) -> list[str]:
@@ -206,7 +206,10 @@ class Engine:
         ended. CapacityError: it can never fit. QueueFullError: max_waiting
         requests wait already.
         """
-        self._check_request_id(request_id)
+        check_request_id(request_id)
+        undelivered = (output.request_id for output in self._undelivered)
+        if request_id in self._requests or request_id in undelivered:
+            raise InvalidRequestError("request_id", f"{shown(request_id)} is in use")
         if self._asleep:
             raise InvalidRequestError("request_id", "the engine sleeps: wake it first")
         check_cache_salt(cache_salt)
@@ -216,9 +219,12 @@ class Engine:
         stop_ids = frozenset(params.stop_token_ids)
         stop_ids = stop_ids if params.ignore_eos else stop_ids | self._eos_token_ids
         bad_words = check_sampling(params, stop_ids, bad_word_ids, self._vocab_size)
-        prompt, max_tokens = self._check_prompt(prompt_token_ids, params.max_tokens)
+        check_token_list(prompt_token_ids)
+        max_tokens = self._room.max_tokens(len(prompt_token_ids), params.max_tokens)
+        prompt = tuple(prompt_token_ids)  # only now: its length is bounded
+        check_token_range("prompt_token_ids", prompt, self._vocab_size)
         check_min_tokens(params, max_tokens)
-        self._check_queue(params.n)
+        check_queue(params.n, self.num_waiting, self._scheduler.config.max_waiting)
         bytes_of = self._text_bytes(params)
         detokenizers = [
             Detokenizer(bytes_of, prompt, params.stop, params.include_stop_str_in_output)
@@ -299,7 +305,7 @@ class Engine:
             self._fail(outputs)
             raise
         self._check_if_idle()
-        self._step_seconds += self._clock() - began
+        self._account.step_seconds += self._clock() - began
         return outputs
 
     def sleep(self) -> None:
@@ -335,49 +341,24 @@ class Engine:
         asked = self._clock()
         result = pending.result() if pending else self._executor.execute(plan)
         waited = self._clock() - asked
-        self._wait_seconds += waited
+        self._account.wait_seconds += waited
         self._check_result(plan, result)
         self._take_logprobs(scheduled, result)
-        self._count_step()
+        self._account.count_step(self._scheduler)
         self._scheduler.succeed(scheduled)
         self._postprocess(scheduled, result, outputs)
         self._in_flight.popleft()
-        self._record(step, len(result.token_ids), waited)
+        self._account.record(
+            scheduled,
+            self._scheduler,
+            began=step.began,
+            ended=self._clock(),
+            waited=waited,
+            output_tokens=len(result.token_ids),
+        )
 
     def stats(self) -> EngineStats:
-        scheduler, pool, blocks = self._scheduler, self._pool, self._blocks
-        cache, host = self._prefix_cache, self._host
-        return EngineStats(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            blocks_total=pool.num_blocks,
-            blocks_free=pool.num_free,
-            blocks_cached=pool.num_cached,
-            blocks_in_use=pool.in_use,
-            blocks_peak=self._blocks_peak,
-            kv_slots_allocated=pool.in_use * pool.block_size,
-            kv_slots_used=blocks.slots_used(scheduler.running),
-            kv_slot_steps_allocated=self._slot_steps_allocated,
-            kv_slot_steps_used=self._slot_steps_used,
-            kv_slot_steps_held=self._slot_steps_held,
-            steps=self._steps,
-            prefill_tokens=scheduler.num_prefill_tokens,
-            output_tokens=self._output_tokens,
-            prefix_queries=cache.queries if cache else 0,
-            prefix_hits=cache.hits if cache else 0,
-            evictions=cache.evictions if cache else 0,
-            forks=scheduler.num_forks,
-            block_copies=blocks.num_copies,
-            preemptions=scheduler.num_preemptions,
-            swaps=scheduler.num_swaps,
-            blocks_swapped_out=blocks.num_swapped_out,
-            blocks_swapped_in=blocks.num_swapped_in,
-            host_blocks_total=host.num_blocks if host else 0,
-            host_blocks_in_use=host.in_use if host else 0,
-            finished=dict(self._finished),
-            step_seconds=self._step_seconds,
-            wait_seconds=self._wait_seconds,
-        )
+        return self._account.stats(self._scheduler)
 
     def block_map(self) -> BlockMap:
         """What each KV block holds now."""
@@ -404,7 +385,7 @@ class Engine:
                     request.record.first_token = now
                 name = request.sequence_id
                 output = request.append(result.token_ids[name], result.logprobs.get(name))
-                self._output_tokens += 1
+                self._account.output_tokens += 1
             outputs.append(output)
             if output.finish_reason is not None:
                 self._scheduler.remove(request)
@@ -417,7 +398,7 @@ class Engine:
             del self._requests[request.request_id]
             self._seeds.forget(request.request_id)
         request.record.finished_at = self._clock()
-        self._finished[reason] += 1
+        self._account.finished[reason] += 1
 
     def _fail(self, outputs: list[RequestOutput]) -> None:
         """A step failed: end all running requests, and keep the outputs for the next step.
@@ -435,42 +416,15 @@ class Engine:
             self._undelivered.append(request.finish("error"))
             self._forget(request, "error")
 
-    def _count_step(self) -> None:
-        pool, running = self._pool, self._scheduler.running
-        self._steps += 1
-        self._blocks_peak = max(self._blocks_peak, pool.in_use)
-        self._slot_steps_allocated += pool.in_use * pool.block_size
-        self._slot_steps_used += self._blocks.slots_used(running)
-        self._slot_steps_held += pool.block_size * pool.references
-
-    def _record(self, step: _InFlight, output_tokens: int, waited: float) -> None:
-        plan, prefill_tokens = step.scheduled.plan, step.scheduled.prefill_tokens
-        if not plan.work:
-            return
-        now, before = self._clock(), self.recent_steps[-1].ended if self.recent_steps else 0.0
-        record = StepRecord(
-            step=plan.step,
-            ended=now,
-            seconds=now - max(step.began, before),
-            prefill_tokens=prefill_tokens,
-            decode_tokens=sum(work.num_tokens for work in plan.work) - prefill_tokens,
-            output_tokens=output_tokens,
-            requests=len(plan.work),
-            running=self.num_running,
-            waiting=self.num_waiting,
-            blocks_in_use=self._pool.in_use,
-            waited=waited,
-        )
-        self.recent_steps.append(record)
-
     def _check_if_idle(self) -> None:
         if self.has_unfinished:
             return
         # Block by block takes time: in a large pool only after many steps.
-        every = self._steps - self._checked_at >= self._pool.num_blocks // CHECKED_BLOCKS_A_STEP
+        steps = self._account.steps
+        every = steps - self._checked_at >= self._pool.num_blocks // CHECKED_BLOCKS_A_STEP
         self._scheduler.check(every=every)
         if every:
-            self._checked_at = self._steps
+            self._checked_at = steps
 
     def _check_result(self, plan: StepPlan, result: StepResult) -> None:
         """ExecutorError unless each that was due has either a token of the vocabulary or failed."""
@@ -519,68 +473,6 @@ class Engine:
             return plain
         shown = frozenset(params.shown_special_token_ids)
         return lambda token_id: named(token_id) if token_id in shown else plain(token_id)
-
-    def _check_request_id(self, request_id: str) -> None:
-        if not isinstance(request_id, str) or not request_id:
-            raise InvalidRequestError("request_id", f"must be a string, got {shown(request_id)}")
-        if SEPARATOR in request_id:
-            raise InvalidRequestError("request_id", f"must not hold {SEPARATOR!r}")
-        if request_id in self._requests or any(
-            request_id == output.request_id for output in self._undelivered
-        ):
-            raise InvalidRequestError("request_id", f"{shown(request_id)} is in use")
-
-    def _check_queue(self, samples: int) -> None:
-        waiting, most = len(self._scheduler.waiting), self._scheduler.config.max_waiting
-        if waiting + samples > most:
-            wanted = f" and n is {samples}" if samples > 1 else ""
-            raise QueueFullError(
-                f"{waiting} requests are waiting{wanted} and max_waiting is {most}: "
-                "try again later, or raise max_waiting"
-            )
-
-    def _check_prompt(
-        self, prompt_token_ids: Sequence[int], max_tokens: int | None
-    ) -> tuple[tuple[int, ...], int]:
-        """The prompt as a tuple, and how many tokens it may generate."""
-        if not isinstance(prompt_token_ids, Sequence) or isinstance(
-            prompt_token_ids, str | bytes | bytearray | memoryview
-        ):
-            kind = type(prompt_token_ids).__name__
-            raise InvalidRequestError(
-                "prompt_token_ids", f"must be a list of token ids, got {kind}"
-            )
-        if not prompt_token_ids:
-            raise InvalidRequestError("prompt_token_ids", "must not be empty")
-        max_tokens = self._check_fits(len(prompt_token_ids), max_tokens)
-        prompt = tuple(prompt_token_ids)  # only now: its length is bounded
-        check_token_range("prompt_token_ids", prompt, self._vocab_size)
-        return prompt, max_tokens
-
-    def _check_fits(self, num_prompt: int, max_tokens: int | None) -> int:
-        """How many tokens may be generated. CapacityError if what is asked for can never fit."""
-        # The last token generated ends the request, so its KV is never written.
-        slots = self._pool.num_blocks * self._pool.block_size
-        longest = min(self.max_model_len, slots + 1)
-        total = num_prompt + (1 if max_tokens is None else max_tokens)
-        if total <= longest:
-            return longest - num_prompt if max_tokens is None else max_tokens
-        if longest == self.max_model_len:
-            limit = f"max_model_len is {longest} tokens"
-        else:
-            limit = (
-                f"the KV cache holds {slots} tokens ({self._pool.num_blocks} blocks of "
-                f"{self._pool.block_size})"
-            )
-        if num_prompt >= longest:
-            raise CapacityError(
-                f"the prompt has {num_prompt} tokens and needs room for at least one more, but "
-                f"{limit}: a prompt of at most {longest - 1} tokens fits"
-            )
-        raise CapacityError(
-            f"{num_prompt} prompt tokens + max_tokens {max_tokens} = {total} tokens, but {limit}: "
-            f"max_tokens of at most {longest - num_prompt} fits this prompt"
-        )
 
 
 def _host_pool(config: SchedulerConfig, swap_blocks: int, block_size: int) -> BlockPool | None:

@@ -1,13 +1,77 @@
-"""What of a request is checked before the engine takes it, the vocabulary known."""
+"""What of a request is checked before the engine takes it: its parts, and whether it can fit."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from billfish.errors import InvalidRequestError, shown
+from billfish.engine.request import SEPARATOR
+from billfish.errors import CapacityError, InvalidRequestError, QueueFullError, shown
 from billfish.sampling_params import SamplingParams
 
 MAX_CACHE_SALT_LENGTH = 1024
 
 TokenSequences = Sequence[Sequence[int]]
+
+
+class Room(NamedTuple):
+    """What a sequence has to fit into. max_model_len: in tokens. num_blocks: of the KV cache."""
+
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+
+    def max_tokens(self, num_prompt: int, wanted: int | None) -> int:
+        """How many tokens may be generated; wanted None: as many as fit. CapacityError if what is
+        asked for can never fit."""
+        # The last token generated ends the request, so its KV is never written.
+        slots = self.num_blocks * self.block_size
+        longest = min(self.max_model_len, slots + 1)
+        total = num_prompt + (1 if wanted is None else wanted)
+        if total <= longest:
+            return longest - num_prompt if wanted is None else wanted
+        if longest == self.max_model_len:
+            limit = f"max_model_len is {longest} tokens"
+        else:
+            limit = (
+                f"the KV cache holds {slots} tokens ({self.num_blocks} blocks of {self.block_size})"
+            )
+        if num_prompt >= longest:
+            raise CapacityError(
+                f"the prompt has {num_prompt} tokens and needs room for at least one more, but "
+                f"{limit}: a prompt of at most {longest - 1} tokens fits"
+            )
+        raise CapacityError(
+            f"{num_prompt} prompt tokens + max_tokens {wanted} = {total} tokens, but {limit}: "
+            f"max_tokens of at most {longest - num_prompt} fits this prompt"
+        )
+
+
+def check_request_id(request_id: str) -> None:
+    """InvalidRequestError unless it is a text that can name a request."""
+    if not isinstance(request_id, str) or not request_id:
+        raise InvalidRequestError("request_id", f"must be a string, got {shown(request_id)}")
+    if SEPARATOR in request_id:
+        raise InvalidRequestError("request_id", f"must not hold {SEPARATOR!r}")
+
+
+def check_queue(samples: int, waiting: int, most: int) -> None:
+    """QueueFullError where so many more samples would be more than may wait."""
+    if waiting + samples > most:
+        wanted = f" and n is {samples}" if samples > 1 else ""
+        raise QueueFullError(
+            f"{waiting} requests are waiting{wanted} and max_waiting is {most}: "
+            "try again later, or raise max_waiting"
+        )
+
+
+def check_token_list(prompt_token_ids: Sequence[int]) -> None:
+    """InvalidRequestError unless it is a sequence and not empty; what it holds is not looked at."""
+    if not isinstance(prompt_token_ids, Sequence) or isinstance(
+        prompt_token_ids, str | bytes | bytearray | memoryview
+    ):
+        kind = type(prompt_token_ids).__name__
+        raise InvalidRequestError("prompt_token_ids", f"must be a list of token ids, got {kind}")
+    if not prompt_token_ids:
+        raise InvalidRequestError("prompt_token_ids", "must not be empty")
 
 
 def check_token_range(parameter: str, token_ids: tuple[int, ...], vocab_size: int) -> None:

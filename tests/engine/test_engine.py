@@ -119,7 +119,7 @@ class TestIdle:
         original = engine._pool.check
 
         def check(tables) -> None:
-            checks.append(engine._steps)
+            checks.append(engine.num_steps)
             original(tables)
 
         monkeypatch.setattr(engine._pool, "check", check)

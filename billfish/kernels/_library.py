@@ -7,6 +7,7 @@ cost on the host, so plain tensors in inference go to the implementation directl
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
 from typing import Any, NoReturn
@@ -103,6 +104,36 @@ def _no_gpu_kernel(name: str) -> Callable[[], NoReturn]:
         raise KernelArgumentError(f"billfish::{name} has no GPU kernel in this installation")
 
     return refuse
+
+
+def lasting(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
+    """What make() returns, on the current stream of a GPU, for memory that outlives the call.
+
+    torch.compile with mode="reduce-overhead" has all that a thread allocates come from the memory
+    of its graphs, and refuses what is kept of it. So another thread asks.
+    """
+    if device.type != "cuda":
+        return make()
+    stream = torch.cuda.current_stream(device)
+
+    def made() -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return make()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(made).result()
+
+
+def kept_table(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A table of the host's, on a device for good.
+
+    Raises KernelArgumentError where a graph is captured: nothing can be sent to a GPU then.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise KernelArgumentError(
+            "a first call of this size cannot be captured: call the operation once before"
+        )
+    return lasting(lambda: values.to(device), device)
 
 
 def bad_argument(name: str, got: object, expected: str) -> KernelArgumentError:

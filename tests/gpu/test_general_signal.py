@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from billfish.errors import KernelArgumentError
 from billfish.kernels import general
+from billfish.kernels.general import _fft_plan as plan
 from billfish.kernels.general import bilateral_gpu, convolve2d_gpu, fft_gpu, fir_gpu, sobel_gpu
 
 pytestmark = [
@@ -237,3 +239,56 @@ def test_fir_of_a_stream(count):
         parts.append(part)
     assert (torch.cat(parts, 1) - want).norm() <= 2e-6 * want.norm()
     assert torch.equal(state, x[:, -(count - 1) :])
+
+
+TABLES = {
+    "fft, a size of its own": (lambda x: general.fft(x).real, (3, 8), 2.0),
+    "fft, by a chirp": (lambda x: general.fft(x).real, (3, 1009), 30.0),
+    "rfft": (lambda x: general.rfft(x).real, (3, 250), 20.0),
+    "bilateral": (lambda x: general.bilateral(x, 1.25, 0.75), (2, 40, 30), 1.0),
+}
+
+
+def forget_tables():
+    for function in (plan.table, plan.turns, plan.chirp, plan.unfolding, bilateral_gpu._near):
+        function.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_are_not_made_under_capture(name):
+    """It says so, and a call before makes them."""
+    call, shape, _ = TABLES[name]
+    x = draw(*shape)
+    want = call(x)
+    forget_tables()
+    with (
+        pytest.raises(KernelArgumentError, match="cannot be captured"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        call(x)
+    torch.cuda.synchronize()
+    assert torch.equal(call(x), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(x)
+    x.copy_(draw(*shape, seed=1))
+    graph.replay()
+    assert torch.equal(out, call(x))
+
+
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_outlive_the_graphs_of_torch_compile(name):
+    """They are made while its graphs' memory is in use, and are not part of it."""
+    call, shape, size = TABLES[name]
+    torch._dynamo.reset()
+    forget_tables()
+    compiled = torch.compile(lambda x: call(x) * 2, mode="reduce-overhead")
+    for seed in range(5):
+        x = draw(*shape, seed=seed)
+        got = compiled(x).clone()
+        torch.testing.assert_close(got, call(x) * 2, rtol=1e-5, atol=1e-6 * size)
+        forget = [torch.full((1 << 16,), 7.0, device="cuda") for _ in range(50)]
+        del forget
+    torch._dynamo.reset()

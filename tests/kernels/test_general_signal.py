@@ -291,3 +291,13 @@ def test_image_operations_as_torch_sees_them():
         (ops.bilateral, (x, 2, 1.0, 1.0, "replicate")),
     ):
         opcheck(op.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_table_that_is_not_there_yet_cannot_be_captured(monkeypatch):
+    """Under capture nothing can be sent to a GPU, and what was half made must not be kept."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    plan.table.cache_clear()
+    for make in (plan.table, plan.turns, plan.chirp, plan.unfolding, plan.unpadded):
+        with pytest.raises(KernelArgumentError, match="call the operation once before"):
+            make(96, torch.complex64, torch.device("cuda", 0))
+    assert plan.table(96, torch.complex64, torch.device("cpu")).roots.is_cpu

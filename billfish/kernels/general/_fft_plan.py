@@ -10,6 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from billfish.kernels._library import kept_table
+
 RADICES = (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 15, 16, 25)
 LIMIT = {torch.complex64: 16384, torch.complex128: 8192}
 """Slots of a row that a program's registers and shared memory hold, by dtype."""
@@ -143,14 +145,14 @@ def _roots(passes: tuple[int, ...], padded: bool, dtype: torch.dtype) -> Tensor:
 @cache
 def table(n: int, dtype: torch.dtype, device: torch.device) -> Table:
     passes = radices(n) if n > 1 else (1,)
-    values = _roots(passes, True, dtype).to(device)
+    values = kept_table(_roots(passes, True, dtype), device)
     return Table(passes, math.prod(map(slots, passes)), values)
 
 
 @cache
 def unpadded(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The roots of a table without slots that have no point."""
-    return _roots(radices(n) if n > 1 else (1,), False, dtype).to(device)
+    return kept_table(_roots(radices(n) if n > 1 else (1,), False, dtype), device)
 
 
 @cache
@@ -158,7 +160,7 @@ def unfolding(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """exp(-2 pi i e / n) for e below n / 2 over the last radix: the rest of n / 2 are these, turned
     by constants."""
     passes = radices(n // 2) if n > 2 else (1,)
-    return roots(_range(n // 2 // passes[-1]), n, dtype).to(device)
+    return kept_table(roots(_range(n // 2 // passes[-1]), n, dtype), device)
 
 
 FINE = 1024
@@ -168,7 +170,7 @@ FINE = 1024
 def turns(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """exp(-2 pi i e / n) for e below FINE, then for its multiples: the product of two is any."""
     coarse = _range(-(-n // FINE)) * FINE
-    return roots(torch.cat((_range(FINE), coarse)), n, dtype).to(device)
+    return kept_table(roots(torch.cat((_range(FINE), coarse)), n, dtype), device)
 
 
 @cache
@@ -182,4 +184,4 @@ def chirp(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Ten
     if n > 1:
         around[m - n + 1 :] = values[1:].conj().flip(0)
     spectrum = torch.fft.fft(around)
-    return values.to(dtype).to(device), spectrum.to(dtype).to(device)
+    return kept_table(values.to(dtype), device), kept_table(spectrum.to(dtype), device)

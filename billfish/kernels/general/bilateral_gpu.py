@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from billfish.kernels._library import kept_table
 from billfish.kernels.general._image_triton import as_image, inner, read, strip
 from billfish.kernels.general.gpu import _on
 
@@ -63,7 +64,7 @@ def _bilateral_kernel(
 @cache
 def _near(radius: int, space: float, device: torch.device) -> Tensor:
     away = torch.arange(-radius, radius + 1, dtype=torch.float64, device="cpu") ** 2
-    return ((away[:, None] + away) * space).float().to(device)
+    return kept_table(((away[:, None] + away) * space).float(), device)
 
 
 def bilateral(

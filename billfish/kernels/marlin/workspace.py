@@ -1,13 +1,13 @@
 """Memory that GEMM kernels share: sums of parts of tiles, and counters of who has left his."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from billfish.kernels._library import lasting
 from billfish.kernels.marlin.configs import Gpu
 
 _STREAM_COUNTERS = 1 << 14
@@ -22,19 +22,8 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def lasting_zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros on a GPU that outlive the call, cleared on its current stream.
-
-    torch.compile with mode="reduce-overhead" has all that a thread allocates come from the memory
-    of its graphs, and refuses what is kept of it. So another thread asks.
-    """
-    stream = torch.cuda.current_stream(device)
-
-    def zeros() -> Tensor:
-        with torch.cuda.stream(stream):
-            return torch.zeros(size, dtype=dtype, device=device)
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(zeros).result()
+    """Zeros on a GPU that outlive the call, cleared on its current stream."""
+    return lasting(lambda: torch.zeros(size, dtype=dtype, device=device), device)
 
 
 class Workspace:

@@ -5,7 +5,8 @@
     tpot_ms       time per output token of `batch` requests that decode together; with "sampling",
                   of requests that draw their tokens
     prefill_ms    from the arrival of `batch` prompts to the first token of the last
-    output_tok_s  output tokens of all requests / time from their arrival to the last token
+    output_tok_s  output tokens of all requests / time from their arrival to the last token, with
+                  the kinds of steps that the time went to
     start_s       from the start of a process to its first token, nothing compiled and all compiled
 
 "throughput" is many requests at once; "cache" the same in a cache of blocks and with room set aside

@@ -57,8 +57,8 @@ def test_chunked_at_any_size(
 
 def test_preempted(make_llm, together: list[tuple[int, ...]]) -> None:
     llm = make_llm(num_blocks=24, block_size=4, max_num_batched_tokens=64)
-    outputs = llm.generate(list(PROMPTS[:16]), GREEDY)
-    assert [output.token_ids for output in outputs] == together
+    outputs = llm.generate(list(PROMPTS[:10]), GREEDY)
+    assert [output.token_ids for output in outputs] == together[:10]
     assert llm.stats().preemptions >= 3
     assert llm.stats().blocks_in_use == 0
 

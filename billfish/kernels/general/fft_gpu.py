@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from billfish.kernels.general import _fft_plan as plan
+from billfish.kernels.general._fft_memory import look_up, read, write
 from billfish.kernels.general._fft_triton import (
     cosine,
     dft,
@@ -40,87 +41,13 @@ _UNTOLD = {
 
 
 @triton.jit
-def _unpack(word):
-    """(re, im) of complex64 values read as integers of 64 bits."""
-    re = word.to(tl.int32).to(tl.float32, bitcast=True)
-    return re, (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _look_up(table, i, WIDE: tl.constexpr):
-    """Value i of a table of complex64 or, WIDE, complex128 values."""
-    if WIDE:
-        return tl.load(table + 2 * i), tl.load(table + 2 * i + 1)
-    else:
-        return _unpack(tl.load(table + i))
-
-
-@triton.jit
-def _read(
-    x, position, there, n, limit, before,
-    KIND: tl.constexpr, WIDE: tl.constexpr, SWAP: tl.constexpr, BEFORE: tl.constexpr,
-):  # fmt: skip
-    """(re, im) of points below n of the input, of which limit are there; the others are 0.
-
-    KIND: complex; real; or half, the first n / 2 + 1 of a spectrum whose others are their mirror.
-    """
-    inside = there & (position < n)
-    place = position
-    if KIND == "half":
-        mirrored = position > n // 2
-        place = tl.where(mirrored, n - position, position)
-    inside &= place < limit
-    if KIND == "real":
-        re = tl.load(x + place, mask=inside, other=0.0).to(tl.float64 if WIDE else tl.float32)
-        im = tl.zeros_like(re)
-    elif WIDE:
-        re = tl.load(x + 2 * place, mask=inside, other=0.0)
-        im = tl.load(x + 2 * place + 1, mask=inside, other=0.0)
-    else:
-        re, im = _unpack(tl.load(x + place, mask=inside, other=0))
-    if KIND == "half":
-        im = tl.where(mirrored, -im, im)
-    if SWAP:
-        re, im = im, re
-    if BEFORE:
-        b_re, b_im = _look_up(before, tl.where(inside, position, 0), WIDE)
-        re, im = multiply(re, im, b_re, b_im)
-    return re, im
-
-
-@triton.jit
-def _write(
-    out, position, there, re, im, n, after,
-    SCALE: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr, SWAP: tl.constexpr,
-    AFTER: tl.constexpr,
-):  # fmt: skip
-    """The first n points; KIND half: the first n / 2 + 1."""
-    inside = there & (position < (n // 2 + 1 if KIND == "half" else n))
-    if AFTER:
-        a_re, a_im = _look_up(after, tl.where(inside, position, 0), WIDE)
-        re, im = multiply(re, im, a_re, a_im)
-    if SWAP:
-        re, im = im, re
-    re, im = re * SCALE, im * SCALE
-    if KIND == "real":
-        tl.store(out + position, re, mask=inside)
-    elif WIDE:
-        tl.store(out + 2 * position, re, mask=inside)
-        tl.store(out + 2 * position + 1, im, mask=inside)
-    else:
-        low = re.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-        high = im.to(tl.int32, bitcast=True).to(tl.int64) << 32
-        tl.store(out + position, low | high, mask=inside)
-
-
-@triton.jit
 def _turned(re, im, table, b, STEP: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr):
     """Values r times w^r, where w^1, w^2, w^4, .. are read and the others products of those."""
     w_re, w_im = (re[0],), (im[0],)
     out_re, out_im = (re[0],), (im[0],)
     for r in tl.static_range(1, R):
         if r == slots(r):
-            c, d = _look_up(table + log2(r) * STEP * (2 if WIDE else 1), b, WIDE)
+            c, d = look_up(table + log2(r) * STEP * (2 if WIDE else 1), b, WIDE)
         else:
             other = w_re[r - slots(r) // 2], w_im[r - slots(r) // 2]
             c, d = multiply(w_re[slots(r) // 2], w_im[slots(r) // 2], other[0], other[1])
@@ -165,7 +92,7 @@ def _unfolded(
     """
     R: tl.constexpr = RADICES[COUNT - 1]
     m_re, m_im = mirrored(re, im, k, zero, N, RADICES, COUNT)
-    w_re, w_im = _look_up(after, k % (N // R) + over, WIDE)
+    w_re, w_im = look_up(after, k % (N // R) + over, WIDE)
     out_re, out_im = (), ()
     for r in tl.static_range(R):
         c = w_re * cosine(r, 2 * R) + w_im * sine(r, 2 * R)
@@ -216,7 +143,7 @@ def _fft_kernel(
         if COLUMNS > 1:
             place = middle * in_middle + row * in_row + place * in_point
             place = tl.max_contiguous(place, [1, 1, COLUMNS])
-        a, b = _read(source, place, inside, n_in, limit, before, READ, WIDE, SWAP_IN, BEFORE)
+        a, b = read(source, place, inside, n_in, limit, before, READ, WIDE, SWAP_IN, BEFORE)
         re, im = re + (a,), im + (b,)
     re, im = dft(re, im, FIRST)
     over = (row * table_row).to(tl.int32)
@@ -226,22 +153,22 @@ def _fft_kernel(
     if FOLDED:
         last = 2 * (re[0] - im[0])
         re, im = _unfolded(re, im, k, over, after, table_row, N, RADICES, COUNT, WIDE)
-        _write(target, row * 0 + N + k, inside & (k == 0), last, last * 0, n_out, after, SCALE,
+        write(target, row * 0 + N + k, inside & (k == 0), last, last * 0, n_out, after, SCALE,
                WRITE, WIDE, SWAP_OUT, False)  # fmt: skip
     for r in tl.static_range(LAST):
         a, b = re[r], im[r]
         place = row * 0 + k + r * (N // LAST)
         if TURN:
             turn = (row * place).to(tl.int32)  # below turn_n
-            c, d = _look_up(turns, tl.max_contiguous(turn % 1024, [1, 1, COLUMNS]), WIDE)
+            c, d = look_up(turns, tl.max_contiguous(turn % 1024, [1, 1, COLUMNS]), WIDE)
             turn = 1024 + turn // 1024
-            e, f = _look_up(turns, tl.max_contiguous(turn, [1, 1, COLUMNS]), WIDE)
+            e, f = look_up(turns, tl.max_contiguous(turn, [1, 1, COLUMNS]), WIDE)
             c, d = multiply(c, d, e, f)
             a, b = multiply(a, b, c, d)
         if COLUMNS > 1:
             place = middle * out_middle + row * out_row + place * out_point
             place = tl.max_contiguous(place, [1, 1, COLUMNS])
-        _write(target, place, inside, a, b, n_out, after, SCALE, WRITE, WIDE, SWAP_OUT, AFTER)
+        write(target, place, inside, a, b, n_out, after, SCALE, WRITE, WIDE, SWAP_OUT, AFTER)
 
 
 @triton.jit(**_UNTOLD)
@@ -261,7 +188,7 @@ def _stage_kernel(
     inside = j < n // R
     re, im = (), ()
     for r in tl.static_range(R):
-        a, b = _read(
+        a, b = read(
             source, j + r * (n // R), inside, n_in, limit, before, READ, WIDE, SWAP_IN, BEFORE
         )
         re, im = re + (a,), im + (b,)
@@ -270,7 +197,7 @@ def _stage_kernel(
     re, im = dft(re, im, R)
     first = (j // done) * (done * R) + j % done
     for r in tl.static_range(R):
-        _write(
+        write(
             target, first + r * done, inside, re[r], im[r], n_out, after, SCALE, WRITE, WIDE,
             SWAP_OUT, AFTER,
         )  # fmt: skip
@@ -438,10 +365,10 @@ def fft(
     if not out.numel():
         return out
     values = x.contiguous().resolve_conj().resolve_neg()
-    read = "half" if form.half_in else "complex" if x.is_complex() else "real"
-    write = "half" if form.half_out else "real" if form.half_in else "complex"
-    source = _End(values, read, n, min(x.shape[1], n), swap=form.inverse)
-    target = _End(out, write, n, swap=form.inverse)
+    reads = "half" if form.half_in else "complex" if x.is_complex() else "real"
+    writes = "half" if form.half_out else "real" if form.half_in else "complex"
+    source = _End(values, reads, n, min(x.shape[1], n), swap=form.inverse)
+    target = _End(out, writes, n, swap=form.inverse)
     limit = limit or plan.LIMIT[dtype]
     if kind == "rfft" and x.dtype == dtype.to_real() and fused and folded:
         half = n // 2

@@ -5,9 +5,72 @@ import mmap
 import os
 import stat
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, Self
+
+import numpy as np
 
 from billfish.errors import CheckpointError
+
+
+class Place(Protocol):
+    """Where a tensor lies: bytes from the start of the file, and how many."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class TensorFile:
+    """A file with named tensors, its header read and the file mapped; a format is a subclass.
+
+    `tensors` by name, and their data. Also a context manager. Closing is always safe: arrays that
+    were given out keep the memory map alive until the last of them is gone. A file that another
+    process cuts short while it is mapped ends the reader with SIGBUS, as any memory map does.
+    """
+
+    tensors: Mapping[str, Any]
+
+    def __init__(self, path: str, buffer: mmap.mmap) -> None:
+        self.path = path
+        self._buffer: mmap.mmap | None = buffer
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Map the file and read its header.
+
+        Raises CheckpointError when the file cannot be read or its header is not what the format
+        says (see the class).
+        """
+        name = os.fsdecode(path)
+        buffer = map_file(name)
+        try:
+            return cls(name, buffer)
+        except BaseException:
+            buffer.close()
+            raise
+
+    def release(self, name: str) -> None:
+        """Give the memory of a tensor's pages back to the system; read again, they come back."""
+        if self._buffer is not None:
+            info = self.tensors[name]
+            release_pages(self._buffer, info.offset, info.nbytes)
+
+    def close(self) -> None:
+        """Let go of the memory map; it ends with the last array that was given out."""
+        self._buffer = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _bytes(self, name: str, place: Place) -> np.ndarray:
+        """The bytes of a tensor as they stand in the file: read-only uint8 [nbytes], not copied."""
+        if self._buffer is None:
+            raise CheckpointError(self.path, "the file has been closed", tensor=name)
+        return np.frombuffer(self._buffer, np.uint8, place.nbytes, place.offset)
 
 
 def map_file(path: str) -> mmap.mmap:

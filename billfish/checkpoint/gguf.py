@@ -17,16 +17,15 @@ wrong is one CheckpointError that names the file, the key or tensor, and the rea
 import itertools
 import math
 import mmap
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NoReturn, Self, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from billfish.checkpoint.files import map_file, release_pages
+from billfish.checkpoint.files import TensorFile
 from billfish.checkpoint.ggml import READABLE_TYPES, GGMLType
 from billfish.checkpoint.metadata import Metadata
 from billfish.errors import CheckpointError
@@ -63,20 +62,20 @@ class TensorInfo:
     nbytes: int
 
 
-class GGUFFile:
+class GGUFFile(TensorFile):
     """An open GGUF file: `metadata`, `tensors` by name in file order, and their data, mapped.
 
     metadata: numbers and bools are Python's own, arrays of them numpy arrays, strings `str`, arrays
     of strings and of arrays lists; its getters check what they give.
 
-    Also a context manager. Closing is always safe: arrays that `data` has given out keep the
-    memory map alive until the last of them is gone. A file that another process cuts short while it
-    is mapped ends the reader with SIGBUS, as any memory map does.
+    Opening one raises CheckpointError when the file cannot be read, is no little-endian GGUF of
+    version 2 or 3, or contradicts itself: values past its end, unknown types, duplicate keys or
+    tensors, overlapping or misaligned tensors, text that is no UTF-8.
     """
 
     def __init__(self, path: str, buffer: mmap.mmap) -> None:
+        super().__init__(path, buffer)
         cursor = _Cursor(buffer, path)
-        self.path = path
         self.version, num_tensors, num_keys = _read_preamble(cursor)
         self.metadata = Metadata(_read_metadata(cursor, num_keys), path)
         alignment = self.metadata.integer("general.alignment", 1, 1 << 31, _DEFAULT_ALIGNMENT)
@@ -84,23 +83,6 @@ class GGUFFile:
             cursor.fail(f"must be a power of two, but is {alignment}", "general.alignment")
         tensors = _read_tensors(cursor, num_tensors, alignment)
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
-        self._buffer: mmap.mmap | None = buffer
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Map the file and read its header.
-
-        Raises CheckpointError when the file cannot be read, is no little-endian GGUF of version 2
-        or 3, or contradicts itself: values past its end, unknown types, duplicate keys or tensors,
-        overlapping or misaligned tensors, text that is no UTF-8.
-        """
-        name = os.fsdecode(path)
-        buffer = map_file(name)
-        try:
-            return cls(name, buffer)
-        except BaseException:
-            buffer.close()
-            raise
 
     def data(self, name: str) -> np.ndarray:
         """The bytes of a tensor as they stand in the file: read-only uint8 [nbytes], not copied.
@@ -115,25 +97,7 @@ class GGUFFile:
             readable = ", ".join(t.name for t in sorted(READABLE_TYPES))
             reason = f"type {info.type.name} is not supported (supported: {readable})"
             raise CheckpointError(self.path, reason, tensor=name)
-        if self._buffer is None:
-            raise CheckpointError(self.path, "the file has been closed", tensor=name)
-        return np.frombuffer(self._buffer, np.uint8, info.nbytes, info.offset)
-
-    def release(self, name: str) -> None:
-        """Give the memory of a tensor's pages back to the system; read again, they come back."""
-        if self._buffer is not None:
-            info = self.tensors[name]
-            release_pages(self._buffer, info.offset, info.nbytes)
-
-    def close(self) -> None:
-        """Let go of the memory map; it ends with the last array that `data` gave out."""
-        self._buffer = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return self._bytes(name, info)
 
 
 class _Cursor:

@@ -15,15 +15,14 @@ go of the pages that were read, so that loading would take the memory of the fil
 import itertools
 import math
 import mmap
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import numpy as np
 
-from billfish.checkpoint.files import map_file, parse_object, release_pages
+from billfish.checkpoint.files import TensorFile, parse_object
 from billfish.errors import CheckpointError, shown
 
 _MAX_HEADER_BYTES = 1 << 25  # a quarter of a million tensors with long names
@@ -45,58 +44,21 @@ class StoredTensor:
     nbytes: int
 
 
-class SafetensorsFile:
+class SafetensorsFile(TensorFile):
     """An open safetensors file: `tensors` by name, and their data, mapped.
 
-    Also a context manager. Closing is always safe: arrays that `data` has given out keep the
-    memory map alive until the last of them is gone.
+    Opening one raises CheckpointError when the file cannot be read or contradicts itself: a header
+    or offsets past its end, a size that is not that of the shape, unknown dtypes, duplicate names,
+    tensors that overlap, bytes that belong to none.
     """
 
     def __init__(self, path: str, buffer: mmap.mmap) -> None:
-        self.path = path
+        super().__init__(path, buffer)
         self.tensors: Mapping[str, StoredTensor] = MappingProxyType(_read_header(path, buffer))
-        self._buffer: mmap.mmap | None = buffer
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Map the file and read its header.
-
-        Raises CheckpointError when the file cannot be read or contradicts itself: a header or
-        offsets past its end, a size that is not that of the shape, unknown dtypes, duplicate
-        names, tensors that overlap, bytes that belong to none.
-        """
-        name = os.fsdecode(path)
-        buffer = map_file(name)
-        try:
-            return cls(name, buffer)
-        except BaseException:
-            buffer.close()
-            raise
 
     def data(self, name: str) -> np.ndarray:
         """The bytes of a tensor as they stand in the file: read-only uint8 [nbytes], not copied."""
-        info = self.tensors[name]
-        return np.frombuffer(self._mapped(), np.uint8, info.nbytes, info.offset)
-
-    def release(self, name: str) -> None:
-        """Give the memory of a tensor's pages back to the system; read again, they come back."""
-        info = self.tensors[name]
-        release_pages(self._mapped(), info.offset, info.nbytes)
-
-    def close(self) -> None:
-        """Let go of the memory map; it ends with the last array that `data` gave out."""
-        self._buffer = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _mapped(self) -> mmap.mmap:
-        if self._buffer is None:
-            raise CheckpointError(self.path, "the file has been closed")
-        return self._buffer
+        return self._bytes(name, self.tensors[name])
 
 
 def _read_header(path: str, buffer: mmap.mmap) -> dict[str, StoredTensor]:

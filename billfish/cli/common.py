@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from billfish.engine import RequestOutput
     from billfish.llm import LLM
 
+ENGINE = "Engine"
+"""The heading under which help shows how a model is served."""
+
 Model = Annotated[
     str,
     typer.Option(
@@ -28,10 +31,16 @@ Model = Annotated[
     ),
 ]
 Dtype = Annotated[
-    str, typer.Option(help="Of activations and KV cache: bfloat16, float32 or float16.")
+    str,
+    typer.Option(
+        help="Of activations and KV cache: bfloat16, float32 or float16.", rich_help_panel=ENGINE
+    ),
 ]
 Quantize = Annotated[
-    str | None, typer.Option(help="int4: round layers that are not INT4 while they are loaded.")
+    str | None,
+    typer.Option(
+        help="int4: round layers that are not INT4 while they are loaded.", rich_help_panel=ENGINE
+    ),
 ]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate for a prompt.")]
 
@@ -67,9 +76,15 @@ KVMemory = Annotated[
         min=1e-9,
         max=2**20,
         help="GiB for the KV cache; without: 1 on a CPU, on a GPU most of what is free.",
+        rich_help_panel=ENGINE,
     ),
 ]
-Device = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda or cuda:1.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="auto (a GPU where there is one), cpu, cuda or cuda:1.", rich_help_panel=ENGINE
+    ),
+]
 
 
 def say(text: str, nl: bool = False) -> None:
@@ -83,6 +98,10 @@ def progress_bar(console: Console) -> Progress:
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console, transient=True,
     )  # fmt: skip
+
+
+def to_bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * 2**30)
 
 
 def load(
@@ -104,7 +123,7 @@ def load(
             dtype=dtype,
             device=device,
             quantize=quantize,
-            cache=CacheConfig(memory_bytes=None if kv_memory is None else int(kv_memory * 2**30)),
+            cache=CacheConfig(memory_bytes=to_bytes(kv_memory)),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     for note in (llm.memory_plan, llm.checkpoint_defaults, llm.rounding):

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from billfish.checkpoint.locate import DEMO_MODEL
+from billfish.cli import common
+from billfish.cli.common import ENGINE
 from billfish.config import CacheConfig, EngineConfig, SchedulerConfig
 from billfish.errors import ConfigError
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("billfish.serve")
 
-NETWORK, ENGINE, LIMITS = "Network", "Engine", "Limits"
+NETWORK, LIMITS = "Network", "Limits"
 
 
 def command(
@@ -81,26 +83,9 @@ def command(
             "Without: as its chat template says."
         ),
     ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="Of activations and KV cache: bfloat16, float32 or float16.",
-            rich_help_panel=ENGINE,
-        ),
-    ] = "bfloat16",
-    quantize: Annotated[
-        str | None,
-        typer.Option(
-            help="int4: round layers that are not INT4 while they are loaded.",
-            rich_help_panel=ENGINE,
-        ),
-    ] = None,
-    device: Annotated[
-        str,
-        typer.Option(
-            help="auto (a GPU where there is one), cpu, cuda or cuda:1.", rich_help_panel=ENGINE
-        ),
-    ] = "auto",
+    dtype: common.Dtype = "bfloat16",
+    quantize: common.Quantize = None,
+    device: common.Device = "auto",
     head: Annotated[
         str | None,
         typer.Option(help="int8 or int4: round a dense head too.", rich_help_panel=ENGINE),
@@ -113,15 +98,7 @@ def command(
             rich_help_panel=ENGINE,
         ),
     ] = False,
-    kv_memory: Annotated[
-        float | None,
-        typer.Option(
-            min=1e-9,
-            max=2**20,
-            help="GiB for the KV cache; without: 1 on a CPU, on a GPU what --gpu-memory leaves.",
-            rich_help_panel=ENGINE,
-        ),
-    ] = None,
+    kv_memory: common.KVMemory = None,
     gpu_memory: Annotated[
         float, typer.Option(help="Share of a GPU's memory to use.", rich_help_panel=ENGINE)
     ] = 0.92,
@@ -218,7 +195,7 @@ def command(
         head=head,
         cache=CacheConfig(
             block_size=block_size,
-            memory_bytes=None if kv_memory is None else int(kv_memory * 2**30),
+            memory_bytes=common.to_bytes(kv_memory),
             gpu_memory=gpu_memory,
             prefix_caching=prefix_caching,
             swap_blocks=swap_blocks,

@@ -5,12 +5,12 @@ from typing import Any
 
 from billfish.errors import InvalidRequestError
 from billfish.sampling_params import SamplingParams
+from billfish.server.call_parser import Arguments, CallStart, Event, Text
 from billfish.server.generation import Generation, now, sampling_params
 from billfish.server.logprobs import LogprobFormatter
 from billfish.server.messages import EngineOutput, ModelInfo
 from billfish.server.schema import ChatRequest, Function, JsonObjectFormat, JsonSchemaFormat
 from billfish.server.streaming import encode, event
-from billfish.server.tool_parsers import Arguments, CallStart, Event, Text
 from billfish.server.tools import ANY_OBJECT, ToolFormat, constraint, must_call, offered
 from billfish.structured_output import StructuredOutput
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from billfish.errors import InvalidRequestError
+from billfish.server.call_parser import ToolParser
 from billfish.server.schema import ChatRequest, Function, NamedToolChoice
-from billfish.server.tool_parsers import PARSERS, ToolParser
+from billfish.server.tool_parsers import PARSERS
 from billfish.structured_output import StructuredOutput
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}

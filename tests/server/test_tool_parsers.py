@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from billfish.server import tool_parsers
-from billfish.server.tool_parsers import PARSERS, Arguments, CallStart, Text
+from billfish.server import call_parser
+from billfish.server.call_parser import Arguments, CallStart, Text
+from billfish.server.tool_parsers import PARSERS
 
 NAMES = ("f", "get_weather")
 
@@ -148,7 +149,7 @@ def test_no_argument_is_lost(arguments, form, ascii_only, places):
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "pythonic"])
 def test_what_may_be_a_call_is_not_held_back_for_ever(name, monkeypatch):
-    monkeypatch.setattr(tool_parsers, "MAX_CALL_LENGTH", 100)
+    monkeypatch.setattr(call_parser, "MAX_CALL_LENGTH", 100)
     opening = {
         "hermes": '<tool_call>{"x": "',
         "llama3_json": '{"x": "',

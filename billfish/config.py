@@ -191,8 +191,8 @@ class SchedulerConfig:
     host memory and back, as long as there are free `swap_blocks`. "auto": whichever costs less.
     swap_cost: what "auto" takes swapping a token to cost, in units of computing one: its KV bytes
     there and back over the bytes per second of the path, times the tokens per second of prefill.
-    For Llama-3-8B with 128 KiB a token, 50 GB/s and 35,000 tokens/s it is 0.18. None: there is no
-    memory apart from that of the KV cache, as on a CPU, and "auto" always recomputes.
+    For Llama-3-8B with 128 KiB a token, 50 GB/s and 35,000 tokens/s it is 0.18. None: 0.2 on a GPU;
+    on a CPU there is no memory apart from that of the KV cache, and "auto" always recomputes.
     """
 
     max_num_batched_tokens: int | None = None
@@ -238,11 +238,12 @@ class SchedulerConfig:
 
     def on_gpu(self) -> "SchedulerConfig":
         """With what a GPU wants where nothing is said."""
-        budget, seats = self.max_num_batched_tokens, self.max_num_seqs
+        budget, seats, cost = self.max_num_batched_tokens, self.max_num_seqs, self.swap_cost
         return replace(
             self,
             max_num_batched_tokens=8192 if budget is None else budget,
             max_num_seqs=256 if seats is None else seats,
+            swap_cost=0.2 if cost is None else cost,
         )
 
 

@@ -1,5 +1,6 @@
 """What several commands share: the options of a model and of sampling, and its loading."""
 
+import logging
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -116,7 +117,7 @@ def load(
     from billfish.llm import LLM
 
     console = Console(stderr=True)
-    with progress_bar(console) as bar:
+    with progress_bar(console) as bar, _start_said(console):
         task = bar.add_task(f"Loading {model}", total=None)
         llm = LLM(
             model,
@@ -126,10 +127,37 @@ def load(
             cache=CacheConfig(memory_bytes=to_bytes(kv_memory)),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    for note in (llm.memory_plan, llm.checkpoint_defaults, llm.rounding):
+    for note in (llm.checkpoint_defaults, llm.rounding):
         if note:
-            console.print(str(note), style="dim", markup=False)
+            _note(console, note)
     return llm
+
+
+def _note(console: Console, note: object) -> None:
+    console.print(str(note), style="dim", markup=False, highlight=False)
+
+
+class _Notes(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _note(self._console, record.getMessage())
+
+
+@contextmanager
+def _start_said(console: Console) -> Iterator[None]:
+    """Inside, what a start on a GPU logs is shown: its plan, before anything is loaded."""
+    logger, handler = logging.getLogger("billfish.worker.start"), _Notes(console)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def sampling(

@@ -147,7 +147,7 @@ class BlockManager:
             return False
         # What others hold too will be found again, and need not be computed.
         shared = sum(1 for block in request.block_table if pool.ref_counts[block] > 1)
-        if request.needs_prompt_logits:
+        if request.needs_prompt_logits or self.prefix_cache is None:  # nothing will be found
             shared = 0
         return computed * self.swap_cost < computed - shared * pool.block_size
 

@@ -10,6 +10,7 @@ from billfish.engine import Engine
 from billfish.engine.block_manager import BlockManager
 from billfish.engine.block_pool import BlockPool
 from billfish.engine.plan import NOT_FINITE, StepPlan, StepResult
+from billfish.engine.prefix_cache import PrefixCache
 from billfish.engine.request import sample_seed
 from billfish.sampling_params import SamplingParams
 from tests.engine.fake_worker import make_engine, run, sample_key
@@ -175,15 +176,18 @@ class TestPromptLogprobsAndThePrefixCache:
         assert (engine.stats().swaps > 0) == (preemption == "swap")
 
 
-@pytest.mark.parametrize(("asks", "swaps"), [(True, True), (False, False)])
-def test_what_will_not_be_found_is_worth_swapping(asks: bool, swaps: bool) -> None:
+@pytest.mark.parametrize(
+    ("asks", "cached", "swaps"), [(True, True, True), (False, True, False), (False, False, True)]
+)
+def test_what_will_not_be_found_is_worth_swapping(asks: bool, cached: bool, swaps: bool) -> None:
     """Of 12 tokens 8 are in shared blocks. Swapping 12 costs 6; computing 4 costs 4, all 12."""
     engine, _ = make()
     params = replace(PARAMS, n=1, prompt_logprobs=0 if asks else None)
     engine.add_request("a", [1] * 13, params)
     (request,) = engine._requests["a"]
     pool = BlockPool(8, 4)
-    manager = BlockManager(SchedulerConfig(swap_cost=0.5), pool, host=BlockPool(8, 4))
+    cache = PrefixCache(pool) if cached else None
+    manager = BlockManager(SchedulerConfig(swap_cost=0.5), pool, cache, BlockPool(8, 4))
     request.block_table = pool.allocate(3)
     pool.share(request.block_table[:2])
     request.num_computed_tokens = 12

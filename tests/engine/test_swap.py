@@ -102,8 +102,8 @@ class TestChoice:
     def test_what_others_hold_is_not_worth_swapping(self) -> None:
         """Two samples of one long prompt: nearly all blocks of the victim are shared."""
 
-        def swaps(cost: float) -> int:
-            engine, _ = make_engine(num_blocks=9, swap_blocks=20, swap_cost=cost)
+        def swaps(cost: float, **options) -> int:
+            engine, _ = make_engine(num_blocks=9, swap_blocks=20, swap_cost=cost, **options)
             params = SamplingParams(n=2, max_tokens=16, seed=0)
             engine.add_request("a", list(range(1, 21)), params)
             run(engine)
@@ -112,6 +112,8 @@ class TestChoice:
 
         assert swaps(0.5) == 0
         assert swaps(0.01) > 0
+        # But without a prefix cache they are not found again.
+        assert swaps(0.5, prefix_caching=False) > 0
 
     def test_swap_needs_host_memory(self) -> None:
         with pytest.raises(ConfigError, match="swap_blocks is 0"):

@@ -1,5 +1,6 @@
 """What `billfish chat` sends to the model, turn by turn."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -77,3 +78,20 @@ def test_a_refused_message_is_not_remembered(talk) -> None:
         ("assistant", "answer 1"),
         ("user", "two"),
     ]
+
+
+def test_the_plan_of_a_gpu_is_shown_before_anything_is_loaded(monkeypatch, capsys) -> None:
+    starting = logging.getLogger("billfish.worker.start")
+
+    def llm(model: str, **options) -> SimpleNamespace:
+        starting.info("%s", "memory of a GPU, [80 GiB]:\n  weights")
+        assert "memory of a GPU, [80 GiB]:\n  weights" in capsys.readouterr().err
+        return SimpleNamespace(checkpoint_defaults=SamplingDefaults(), rounding=None)
+
+    monkeypatch.setattr("billfish.llm.LLM", llm)
+    common.load("m", "bfloat16", None)
+    assert not starting.handlers
+    assert starting.level == logging.NOTSET
+    capsys.readouterr()
+    starting.info("later")
+    assert "later" not in capsys.readouterr().err

@@ -77,6 +77,9 @@ def test_names_of_devices(name) -> None:
 def test_defaults_of_a_gpu_give_way_to_what_is_said() -> None:
     assert (SchedulerConfig().budget, SchedulerConfig().seats) == (512, 64)
     on_gpu = SchedulerConfig(max_num_seqs=3).on_gpu()
+    assert on_gpu.swap_cost == 0.2  # so that swap_blocks are used where "auto" decides
+    assert SchedulerConfig(swap_cost=0.7).on_gpu().swap_cost == 0.7
+    assert SchedulerConfig().swap_cost is None
     assert (on_gpu.budget, on_gpu.seats) == (8192, 3)
 
 

@@ -43,6 +43,13 @@ if gluon_supported():
         handle = _semantic.builder.create_dot(a.handle, b.handle, total.handle, exact, 0)
         return _gl.tensor(handle, total.type)
 
+    @_gluon.jit
+    def next_stage(stage, phase, STAGES: _gl.constexpr):
+        """The stage after this one of a circular queue, and the phase of its barriers."""
+        stage += 1
+        wrapped = stage == STAGES
+        return _gl.where(wrapped, 0, stage), _gl.where(wrapped, phase ^ 1, phase)
+
     @dataclass_transform()
     def aggregate(cls: Any) -> Any:
         """Make `cls` a value of the kernel language whose fields are its annotations, in order.

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from billfish.kernels.gluon_compat import aggregate
+from billfish.kernels.gluon_compat import aggregate, next_stage
 
 
 @aggregate
@@ -47,9 +47,7 @@ class Queue:
 
     @gluon.jit
     def advance(self, stage, phase):
-        stage += 1
-        wrapped = stage == self.STAGES
-        return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
+        return next_stage(stage, phase, self.STAGES)
 
     @gluon.jit
     def before(self, stage):

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from billfish.kernels.gluon_compat import aggregate
+from billfish.kernels.gluon_compat import aggregate, next_stage
 from billfish.kernels.paged_attention.hopper_rows import WARPS
 
 
@@ -23,9 +23,7 @@ class Queue:
 
     @gluon.jit
     def advance(self, stage, phase):
-        stage += 1
-        wrapped = stage == self.STAGES
-        return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
+        return next_stage(stage, phase, self.STAGES)
 
 
 @aggregate

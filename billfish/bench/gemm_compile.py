@@ -1,12 +1,6 @@
-"""Compiles what the benchmarks of W4A16 products run, in processes of their own.
+"""Compiles what the benchmarks of W4A16 products run, in processes of their own."""
 
-Triton, the driver and the peers keep what they compiled on disk, so the process that measures finds
-it there.
-"""
-
-import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from billfish.bench.gemm_cases import random_weights
+from billfish.bench.processes import in_processes
 from billfish.kernels.marlin.configs import Gpu, HopperConfig, Product
 from billfish.kernels.marlin.hopper_plan import Plan, plan
 from billfish.kernels.marlin.packing import unit_words
@@ -35,12 +30,9 @@ def compile_all(
 ) -> None:
     """Compile the Hopper kernel in these forms, and what `others` do at their first call."""
     once = {_plan(form).kernel_key: form for form in forms}
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        # The others take longest, so they begin first.
-        waiting = [pool.submit(task) for task in [*others, *map(_task, once.values())]]
-        for done in waiting:
-            done.result()
+    # The others take longest, so they begin first.
+    for _ in in_processes([*others, *map(_task, once.values())], jobs):
+        pass
 
 
 def _plan(form: Form) -> Plan:

@@ -1,17 +1,13 @@
-"""Compiles what `billfish bench general` runs, a case a task, in processes of their own.
+"""Compiles what `billfish bench general` runs, a case a task, in processes of their own."""
 
-Triton, torch.compile and CuPy keep what they compiled on disk, so the process that measures finds
-it there.
-"""
-
-import multiprocessing
 import time
 from collections.abc import Sequence
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from functools import partial
 
 import torch
 
 from billfish.bench.general_case import Case, Function, fresh, is_there
+from billfish.bench.processes import in_processes
 
 SLOW = ("fft", "rfft", "bilateral", "convolve2d", "separable_convolve2d", "matmul", "elementwise")
 """Kernels that take longest to compile: the last to end should not be the last to begin."""
@@ -31,25 +27,12 @@ def compile_all(
 
     kernels = [case.kernel for case in all_cases(*wanted)]
     order = sorted(range(len(kernels)), key=lambda i: kernels[i] not in SLOW)
+    tasks = [partial(_first_calls, wanted, i, device, peers, settings, until) for i in order]
     lines: list[str] = []
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(order)), context, initializer=_begin) as pool:
-        tasks = [pool.submit(_first_calls, wanted, i, device, peers, settings, until)
-                 for i in order]  # fmt: skip
-        for i, task in zip(order, tasks, strict=True):
-            try:
-                lines += task.result()
-            except BrokenExecutor:
-                lines.append(f"a process ended before {kernels[i]} was compiled")
+    for i, failed in zip(order, in_processes(tasks, min(jobs, len(order))), strict=True):
+        ended = [f"a process ended before {kernels[i]} was compiled"]
+        lines += ended if failed is None else failed
     return lines
-
-
-def _begin() -> None:
-    """Each process is one of many: it compiles by itself."""
-    import torch._inductor.config as inductor
-
-    torch.set_num_threads(1)
-    inductor.compile_threads = 1
 
 
 def _first_calls(

@@ -294,9 +294,9 @@ def fir(rows: int, n: int, count: int) -> Case:
         size = 1 << (n + count - 2).bit_length()
         return torch.fft.irfft(torch.fft.rfft(x, size) * torch.fft.rfft(taps, size), size)[:, :n]
 
-    peers: dict[str, Function] = {"torch": direct, "torch fft": by_fft}
+    peers: dict[str, Function] = {"torch": _in_full(direct), "torch fft": by_fft}
     if count <= 128:
-        peers["torch.compile"] = compiled(direct)
+        peers["torch.compile"] = _in_full(compiled(direct))
     return Case(
         domain=DOMAIN, kernel="fir", size=f"{rows} x {n}, {count} taps", dtype=torch.float32,
         draw=draw, run=lambda x, taps: general.fir(x, taps)[0],

@@ -1,8 +1,8 @@
 """Gravity between all pairs on a GPU, in Triton; see `nbody.py`.
 
 A tile of others holds a body for each thread of a warp, so one read brings them all. What a thread
-computes needs every one of them: Triton passes such values through shared memory. In float64 the
-registers hold half as many; there each thread reads sixteen bodies at a time itself.
+computes needs every one of them: Triton passes such values through shared memory. In float64 each
+thread reads them itself, one after another.
 """
 
 import torch
@@ -57,12 +57,14 @@ def _nbody_kernel(
 
 
 def nbody_acceleration(
-    position: Tensor, mass: Tensor, softening: float, G: float, *, tiled: bool = True,
+    position: Tensor, mass: Tensor, softening: float, G: float, *, tiled: bool | None = None,
     bodies: int | None = None, parts: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """bodies: of a program. parts: that the others are cut into."""
+    """tiled: None: but in float64, whose arithmetic takes so long that reading bodies one by one
+    does not show. bodies: of a program. parts: that the others are cut into."""
     n = position.shape[0]
     double = position.dtype == torch.float64
+    tiled = not double if tiled is None else tiled
     bodies, others = bodies or (32 if double else 64), (16 if double else 32) if tiled else 1
     tiles = triton.cdiv(n, bodies)
     if not tiles:

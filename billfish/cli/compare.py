@@ -1,6 +1,7 @@
 """`billfish compare`: the three kernel families side by side, each technique with and without."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -57,12 +58,16 @@ def command(
     if source_url is not None and not source_url.startswith(("https://", "http://")):
         raise ConfigError(f"--source-url begins with https:// or http://, not {source_url!r}")
     json_file, html = _targets(out, json_file, html)
+    for path in filter(None, (json_file, html)):
+        _check_writable(path)
     console = Console()
     if source is not None:
         document = build.check(records.read_json(source), str(source))
         document["made"]["file"] = source.name
     else:
         document = _made(families, quick, recorded)
+        if json_file:  # before the page is made: what was measured is not to be lost by that
+            _write_json(json_file, document)
     try:
         page = report.page(
             document, folder=html.resolve().parent if html else None, source_url=source_url
@@ -75,18 +80,32 @@ def command(
         if source is None:
             raise
         raise RecordError(str(source), f"not a whole comparison: {error!r}") from error
-    if json_file:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
-        json_file.write_text(text + "\n", encoding="utf-8")
+    if json_file and source is not None:
+        _write_json(json_file, document)
     if html:
-        html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(page, encoding="utf-8")
     written = [path for path in (json_file, html) if path]
     for path in written:
         console.print(f"wrote {path}", markup=False, highlight=False)
     if not written:
         console.print("Every case, plots and code: --html FILE. All figures: --json FILE.")
+
+
+def _check_writable(path: Path) -> None:
+    """Make the folder of a file. ConfigError where the file cannot be written, before minutes are
+    spent measuring."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "it is a folder" if path.is_dir() else "permission denied"
+        raise ConfigError(f"{path} cannot be written: {reason}")
+
+
+def _write_json(path: Path, document: dict[str, object]) -> None:
+    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _made(families: tuple[str, ...], quick: bool, recorded: bool) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from functools import partial
 
 import pytest
@@ -33,7 +34,7 @@ def raised(*arguments):
 def test_in_the_terminal_and_as_files(tmp_path):
     said = run("--out", tmp_path / "new")
     assert "Recorded results: nothing was measured here." in said
-    assert "Recorded on NVIDIA H200, 2026-12-01, by commit: gemm " in said
+    assert re.search(r"Recorded on NVIDIA H200, 20\d\d-\d\d-\d\d, by commit: \w+ [0-9a-f]{7}", said)
     assert "Stream-K" in said
     document = json.loads((tmp_path / "new" / "comparison.json").read_text())
     page = (tmp_path / "new" / "comparison.html").read_text()
@@ -71,6 +72,30 @@ def test_what_cannot_be_is_refused(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert isinstance(raised(*arguments), ConfigError)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    option, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("billfish.cli.compare._made", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "x"):
+        error = raised(option, path)
+        assert isinstance(error, ConfigError)
+        assert f"{path} cannot be written" in str(error)
+
+
+def test_what_was_measured_is_kept_where_the_page_fails(tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise ValueError("no page")
+
+    monkeypatch.setattr("billfish.compare.report.page", fails)
+    out = tmp_path / "new"
+    assert str(raised("--family", "marlin", "--out", out)) == "no page"
+    assert [path.name for path in out.iterdir()] == ["comparison.json"]
+    monkeypatch.undo()
+    run("--from", out / "comparison.json", "--html", out / "comparison.html")
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", "[1]", '{"format": 1}'])

@@ -4,7 +4,7 @@ The counterpart of `InputBatch` where the device has memory of its own. Plans br
 new, and only that is sent; tokens that the device samples stay there.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -78,14 +78,10 @@ class DeviceBatch:
         self.rows: dict[str, Row] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
 
-    @property
-    def nbytes(self) -> int:
-        return self._tables.nbytes
-
     def apply(self, plan: StepPlan) -> Step | None:
         """Learn what the plan says, and send it. None where it has no work.
 
-        After this come `decode_inputs` or `mixed_inputs`, then the model, then `fork`.
+        After this come `fill` or `mixed_inputs`, then the model, then `copy_forks`.
         """
         for request_id in plan.released:
             # A plan that failed half way may not have admitted what is now released.
@@ -182,16 +178,7 @@ class DeviceBatch:
         rules = LogitsRules.of(admission, self.grammars)  # before a row is taken: that may fail
         index = self._free_rows.pop()
         count = len(admission.token_ids)
-        row = Row(
-            index,
-            admission.sampling,
-            admission.seed,
-            num_tokens=count,
-            num_prompt_tokens=admission.num_prompt_tokens,
-            resumed=count > admission.num_prompt_tokens,
-            rules=rules,
-            num_found_tokens=admission.num_computed_tokens,
-        )
+        row = Row.admitted(admission, index, rules)
         start = index * self.max_model_len
         places.append(np.arange(start, start + count))
         values.append(np.array(admission.token_ids, dtype=np.int64))
@@ -203,8 +190,7 @@ class DeviceBatch:
 
     def _learn_fork(self, fork: Fork) -> Row:
         source, index = self.rows[fork.source], self._free_rows.pop()
-        rules = source.rules.fork() if source.rules else None
-        row = replace(source, index=index, seed=fork.seed, rules=rules)
+        row = source.forked(fork, index)
         self.rows[fork.request_id] = row
         self._set_sampling(row)
         return row

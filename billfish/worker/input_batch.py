@@ -31,6 +31,26 @@ class Row:
     num_blocks: int = 0
     num_found_tokens: int = 0
 
+    @classmethod
+    def admitted(cls, admission: Admission, index: int, rules: LogitsRules | None) -> "Row":
+        """Of a new sequence; its blocks are to be added."""
+        num_tokens, num_prompt_tokens = len(admission.token_ids), admission.num_prompt_tokens
+        return cls(
+            index,
+            admission.sampling,
+            admission.seed,
+            num_tokens=num_tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            resumed=num_tokens > num_prompt_tokens,
+            rules=rules,
+            num_found_tokens=admission.num_computed_tokens,
+        )
+
+    def forked(self, fork: Fork, index: int) -> "Row":
+        """Of a sample that begins as a copy of this one."""
+        rules = self.rules.fork() if self.rules else None
+        return replace(self, index=index, seed=fork.seed, rules=rules)
+
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
@@ -130,16 +150,7 @@ class InputBatch:
         index = self._free_rows.pop()
         tokens = torch.tensor(admission.token_ids, dtype=torch.int64)
         self.token_ids[index, : len(tokens)] = tokens
-        row = Row(
-            index,
-            admission.sampling,
-            admission.seed,
-            num_tokens=len(tokens),
-            num_prompt_tokens=admission.num_prompt_tokens,
-            resumed=len(tokens) > admission.num_prompt_tokens,
-            rules=rules,
-            num_found_tokens=admission.num_computed_tokens,
-        )
+        row = Row.admitted(admission, index, rules)
         self._add_blocks(row, admission.block_ids)
         self.rows[admission.request_id] = row
 
@@ -147,8 +158,7 @@ class InputBatch:
         source, index = self.rows[fork.source], self._free_rows.pop()
         self.token_ids[index] = self.token_ids[source.index]
         self.block_table[index] = self.block_table[source.index]
-        rules = source.rules.fork() if source.rules else None
-        self.rows[fork.request_id] = replace(source, index=index, seed=fork.seed, rules=rules)
+        self.rows[fork.request_id] = source.forked(fork, index)
 
     def _add_blocks(self, row: Row, block_ids: tuple[int, ...]) -> None:
         end = row.num_blocks + len(block_ids)

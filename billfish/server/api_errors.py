@@ -17,7 +17,7 @@ from billfish.errors import (
     QueueFullError,
     shown,
 )
-from billfish.server.schema import FieldError
+from billfish.server.schema_common import FieldError
 
 RETRY_AFTER = 1
 """Seconds after which a refused request may be tried again."""

@@ -26,7 +26,7 @@ from billfish.server.api_errors import SERVER, ApiError
 from billfish.server.engine_client import EngineClient
 from billfish.server.messages import EngineOutput, EngineRequest
 from billfish.server.metrics import RequestMeter, ServerMetrics
-from billfish.server.schema import Sampling
+from billfish.server.schema_common import Sampling
 from billfish.server.streams import RequestStream
 from billfish.structured_output import StructuredOutput
 

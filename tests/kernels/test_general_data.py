@@ -55,6 +55,10 @@ def test_scan_sizes():
         x = draw(*shape)
         assert general.scan(x).shape == shape
         close(general.scan(x), x.double().cumsum(-1))
+        for op in ("sum", "max", "min"):
+            assert torch.equal(general.scan_reference(x, op=op), general.scan(x, op=op)) or (
+                op == "sum" and x.numel()
+            )
     assert general.scan(torch.tensor([1, 2, 3]), exclusive=True).tolist() == [0, 1, 3]
     assert general.scan(draw(4, 9)[:, ::2].t()).shape == (5, 4)
 

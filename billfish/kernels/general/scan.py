@@ -28,7 +28,7 @@ from billfish.kernels.general._arguments import (
 def scan_reference(x: Tensor, exclusive: bool = False, op: str = "sum") -> Tensor:
     """Along the last dimension, one element after another."""
     out = torch.empty(x.shape, dtype=result(x.dtype, op), device=x.device)
-    total = torch.full_like(out[..., :1].squeeze(-1), identity(out.dtype, op)) if out.numel() else 0
+    total = torch.full(x.shape[:-1], identity(out.dtype, op), dtype=out.dtype, device=x.device)
     combine = COMBINE[op]
     for i in range(x.shape[-1]):
         after = combine(total, x[..., i])

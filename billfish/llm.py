@@ -16,12 +16,12 @@ from billfish.checkpoint.locate import DEMO_MODEL
 from billfish.config import CacheConfig, EngineConfig, SchedulerConfig
 from billfish.engine import Engine, EngineStats, RequestOutput
 from billfish.errors import CapacityError, ConfigError, InvalidRequestError, shown
-from billfish.loading import open_model
+from billfish.loading import OpenModel, open_model
 from billfish.models.weights import LoadOptions
 from billfish.sampling_params import SamplingParams
 from billfish.worker.device import choose
 from billfish.worker.grammar import GrammarCompiler
-from billfish.worker.start import Setting, start
+from billfish.worker.start import Setting, Started, start
 
 logger = logging.getLogger(__name__)
 
@@ -105,30 +105,16 @@ class LLM:
             cache=CacheConfig() if cache is None else cache,
             scheduler=SchedulerConfig() if scheduler is None else scheduler,
         )
-        torch_dtype = getattr(torch, dtype)
-        self.device = choose(device, torch_dtype)
+        self.device = choose(device, getattr(torch, dtype))
         if self.device.type == "cuda":
             self.config = replace(self.config, scheduler=self.config.scheduler.on_gpu())
         if batch_invariant:
             self.config = self.config.invariant()
-        options = LoadOptions(torch_dtype, self.device, quantize, progress)
         with open_model(self.config.model) as opened:
             self.model_config, self.tokenizer = opened.config, opened.tokenizer
             self.checkpoint_defaults = opened.sampling_defaults
             self.grammars = GrammarCompiler(self.tokenizer)
-            setting = Setting(
-                config=self.model_config,
-                dtype=torch_dtype,
-                device=self.device,
-                cache=self.config.cache,
-                scheduler=self.config.scheduler,
-                vocab_size=self.tokenizer.vocab_size,
-                int4=opened.int4 or quantize is not None,
-                grammars=self.grammars,
-                batch_invariant=batch_invariant,
-                head=head,
-            )
-            started = start(setting, lambda max_len: opened.load(max_len, options))
+            started = self._start(opened, progress)
         self.num_int4_layers, self.rounding = opened.num_int4_layers, opened.rounding
         self.executor, self.memory_plan = started.executor, started.plan
         self.max_model_len = started.max_model_len
@@ -154,6 +140,24 @@ class LLM:
             logger.info("%s", self.rounding)
         self._request_numbers = itertools.count()
         self._inboxes: dict[str, Inbox] = {}
+
+    def _start(self, opened: OpenModel, progress: Progress | None) -> Started:
+        """Bring the model up on the device, as the configuration says."""
+        config, dtype = self.config, getattr(torch, self.config.dtype)
+        options = LoadOptions(dtype, self.device, config.quantize, progress)
+        setting = Setting(
+            config=opened.config,
+            dtype=dtype,
+            device=self.device,
+            cache=config.cache,
+            scheduler=config.scheduler,
+            vocab_size=opened.tokenizer.vocab_size,
+            int4=opened.int4 or config.quantize is not None,
+            grammars=self.grammars,
+            batch_invariant=config.batch_invariant,
+            head=config.head,
+        )
+        return start(setting, lambda max_len: opened.load(max_len, options))
 
     def generate(
         self,

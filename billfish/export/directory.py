@@ -100,10 +100,12 @@ class DirectoryWriter:
             self._flush()
         self._name_shards()
         self.write("config.json", config)
+        allowed = ~_umask()
         for path in self._folder.iterdir():
+            path.chmod(0o666 & allowed)  # the library writes weights for their owner only
             _sync(path)
         _sync(self._folder)
-        self._folder.chmod(0o777 & ~_umask())  # temporary folders are made for their owner only
+        self._folder.chmod(0o777 & allowed)  # and so are temporary folders
         try:
             self._folder.rename(self._out)  # takes the place of an empty folder too
         except OSError as error:

@@ -9,6 +9,7 @@ Transformers" (arXiv:2210.17323), algorithm 1; act-order with the groups of the 
 what later versions of its code call static groups.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -159,18 +160,43 @@ def quantize_matrix(
         )  # fmt: skip
     else:
         grid = Grid(weight.new_empty(n, k // size, 1), weight.new_empty(n, k // size, 1))
+
+    def grid_at(column: int) -> Grid:
+        """Of the group that begins there, as the errors of all columns before have moved it."""
+        return find_grid(
+            work[:, column : column + size], symmetric=symmetric, scale_dtype=scale_dtype,
+            importance=upper.diagonal()[column : column + size] ** -2,
+        )  # fmt: skip
+
+    codes = _round_columns(work, upper, order // size, grid, None if act_order else grid_at)
+    in_place = torch.empty_like(codes)
+    in_place[:, order] = codes
+    return _result(in_place, grid, symmetric, group_size)
+
+
+def _round_columns(
+    work: Tensor,
+    upper: Tensor,
+    groups: Tensor,
+    grid: Grid,
+    grid_at: Callable[[int], Grid] | None,
+) -> Tensor:
+    """Codes of the columns of work [N, K], rounded in this order; work is used up.
+
+    The error of each is made up for by those after it: at once within its block, and by a whole
+    block in one product in those behind. groups: int64 [K]. grid: of all groups, or to be filled by
+    grid_at, called with the first column of each.
+    """
+    n, k = work.shape
+    size = k // grid.scales.shape[1]
     codes = torch.empty_like(work)
     for start in range(0, k, _BLOCK):
         stop = min(start + _BLOCK, k)
         errors = work.new_empty(n, stop - start)
         for column in range(start, stop):
-            group = int(order[column]) // size
-            if not act_order and column % size == 0:
-                # The group as it stands now, moved by the errors of all columns before it.
-                found = find_grid(
-                    work[:, column : column + size], symmetric=symmetric, scale_dtype=scale_dtype,
-                    importance=upper.diagonal()[column : column + size] ** -2,
-                )  # fmt: skip
+            group = int(groups[column])
+            if grid_at is not None and column % size == 0:
+                found = grid_at(column)
                 grid.scales[:, group], grid.zeros[:, group] = found.scales, found.zeros
             values = work[:, column, None]
             here = Grid(grid.scales[:, group], grid.zeros[:, group])
@@ -182,9 +208,7 @@ def quantize_matrix(
                 error, upper[column, None, column + 1 : stop], alpha=-1
             )
         work[:, stop:].addmm_(errors, upper[start:stop, stop:], alpha=-1)
-    in_place = torch.empty_like(codes)
-    in_place[:, order] = codes
-    return _result(in_place, grid, symmetric, group_size)
+    return codes
 
 
 def _grouped(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:

@@ -40,6 +40,19 @@ def test_one_file(tmp_path):
             assert torch.equal(file.get_tensor(name), tensor)
 
 
+@pytest.mark.parametrize(("mask", "folder", "file"), [(0o022, 0o755, 0o644), (0o077, 0o700, 0o600)])
+def test_whoever_may_read_other_files_may_read_these(tmp_path, mask, folder, file):
+    before = os.umask(mask)
+    try:
+        with DirectoryWriter(tmp_path / "model") as writer:
+            write(writer)
+    finally:
+        os.umask(before)
+    out = tmp_path / "model"
+    assert out.stat().st_mode & 0o777 == folder
+    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {file}
+
+
 def test_shards(tmp_path):
     """A shard ends with the tensor that fills it: two tensors of 128 bytes for 200."""
     out = tmp_path / "model"

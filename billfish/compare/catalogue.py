@@ -113,7 +113,7 @@ MARLIN_TECHNIQUES = (
         "in two tiles, and the last to arrive loads four sums at a time. Without: even shares of a "
         "grid that fills the GPU.",
         "HopperConfig(parts=0)",
-        (f"{MARLIN}.hopper_plan:divide", f"{_SCHEDULE}:finish_tile|gl.static_assert(out.TOGETHER"),
+        (f"{MARLIN}.hopper_plan:divide", f"{_SCHEDULE}:_finish_shared|if out.TOGETHER == 1"),
         (_gemm("equal parts"),),
     ),
     Technique(

@@ -1,7 +1,7 @@
 """A few small products, to be run under compute-sanitizer by test_marlin.py.
 
 They cover whole and shared tiles, several consumers, carried products, the epilogues, and, on
-Hopper, tiles of equal parts.
+Hopper, tiles of equal parts and tiles with owners.
 """
 
 import torch
@@ -10,12 +10,17 @@ from billfish.kernels import marlin
 from billfish.kernels.marlin import reference
 
 
-def by_equal_parts(x: torch.Tensor, weight: marlin.PackedWeight) -> torch.Tensor:
+def otherwise(x: torch.Tensor, weight: marlin.PackedWeight) -> list[torch.Tensor]:
+    """The product by equal parts, and by owners of tiles."""
     from billfish.kernels.marlin import hopper_launch
     from billfish.kernels.marlin.configs import HopperConfig, Product
 
-    config = HopperConfig(rows=128, consumers=1, tile_m=8, stages=2, parts=4)
-    return hopper_launch.launch(x, weight.tensors[0], Product(weight.outputs), config)
+    configs = (
+        HopperConfig(rows=128, consumers=1, tile_m=8, stages=2, parts=4),
+        HopperConfig(rows=64, consumers=2, tile_m=8, stages=2, owned=True, sharing_cost=0),
+    )
+    product = Product(weight.outputs)
+    return [hopper_launch.launch(x, weight.tensors[0], product, config) for config in configs]
 
 
 def main() -> None:
@@ -35,9 +40,9 @@ def main() -> None:
         error = (y.double() - expected).norm() / expected.norm()
         assert error < 2e-3, error
         if m <= 8 and torch.cuda.get_device_capability() == (9, 0):
-            other = by_equal_parts(x, weight)
-            error = (other.double() - x.double() @ exact.T).norm() / expected.norm()
-            assert error < 2e-3, error
+            for other in otherwise(x, weight):
+                error = (other.double() - x.double() @ exact.T).norm() / expected.norm()
+                assert error < 2e-3, error
     torch.cuda.synchronize()
     print("all products are right")
 

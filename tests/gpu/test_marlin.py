@@ -197,7 +197,13 @@ def forced_configs():
         HopperConfig(rows=rows, consumers=consumers, tile_m=tile_m, stages=4, parts=parts)
         for rows, consumers, tile_m, parts in ((64, 2, 16, 2), (128, 1, 8, 2), (64, 1, 32, 4))
     ]
-    return [*shipped_configs(), *plain, *depths, no_policy, *shared]
+    large = {"consumers": 2, "owned": True, "sharing_cost": 0, "sum_scale": False}
+    owned = [
+        HopperConfig(rows=64, tile_m=256, stages=3, **large),
+        HopperConfig(rows=64, tile_m=128, stages=4, carry=True, **large),
+        HopperConfig(rows=128, tile_m=128, stages=4, **large),
+    ]
+    return [*shipped_configs(), *plain, *depths, no_policy, *shared, *owned]
 
 
 @pytest.mark.parametrize("zero_point", ["symmetric", "integer", "offset"])
@@ -863,6 +869,41 @@ def test_equal_parts(m, n, k, parts):
         check(y[0], x, matrix.exact())
         assert torch.equal(y[0], y[1])
         assert torch.equal(y[0], y[2])
+
+
+@pytest.mark.parametrize("lead", [-4, 0, 2, 6])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(128, 4096, 4096), (250, 18432, 2048), (600, 6144, 2816), (256, 200, 7392)]
+)
+def test_owners_of_tiles(m, n, k, lead, monkeypatch):
+    """Whether a tile's owner comes before its helpers or after them, it is the same tile."""
+    if not is_hopper():
+        pytest.skip("needs a GPU of compute capability 9.0")
+    from billfish.kernels.marlin import hopper_launch, hopper_plan, workspace
+    from billfish.kernels.marlin.configs import HopperConfig
+
+    monkeypatch.setattr(hopper_plan, "_LEAD", lead)
+    hopper_plan.plan.cache_clear()
+    matrix = Matrix(n, k, seed=lead)
+    units, x = matrix.packed().tensors[0], activations(m, k, torch.float16, m)
+    exact, residual = matrix.exact(), activations(m, n, torch.float16, 3)
+    large = {"consumers": 2, "owned": True, "sharing_cost": 0, "sum_scale": False}
+    for config in (
+        HopperConfig(rows=64, tile_m=256, stages=3, **large),
+        HopperConfig(rows=64, tile_m=128, stages=4, carry=True, **large),
+    ):
+        processors = workspace.gpu_of(x.device).processors
+        assert hopper_plan.divide(config, m, *units.shape[:2], processors).divided
+        first = hopper_launch.launch(x, units, Product(n, residual=residual), config)
+        check_epilogue(first, x, exact, None, residual, False)
+        pool = workspace._pools[x.device]
+        for _ in range(20):
+            for memory in pool._by_stream.values():
+                memory.sums.fill_(float("nan"))
+            again = hopper_launch.launch(x, units, Product(n, residual=residual), config)
+            assert torch.equal(again, first)
+        assert not any(memory.counters.any() for memory in pool._by_stream.values())
+    hopper_plan.plan.cache_clear()
 
 
 def hazards(report):

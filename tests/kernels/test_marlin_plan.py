@@ -1,7 +1,9 @@
 """How the Hopper kernel's work is divided, and what its configurations claim: no GPU needed."""
 
+import ast
+import inspect
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +17,14 @@ from billfish.bench import gemm, gemm_ablation, gemm_chain, gemm_compile
 from billfish.bench.tune import candidates
 from billfish.errors import KernelArgumentError
 from billfish.kernels.cuda_driver import CannotPrepare
-from billfish.kernels.marlin import gpu, hopper_launch, hopper_plan, tuning, workspace
+from billfish.kernels.marlin import (
+    gpu,
+    hopper_launch,
+    hopper_plan,
+    hopper_schedule,
+    tuning,
+    workspace,
+)
 from billfish.kernels.marlin.configs import Gpu, HopperConfig, Product, hopper_config, triton_config
 from billfish.kernels.marlin.packing import unit_words
 from billfish.kernels.marlin.weight import PackedWeight
@@ -34,19 +43,57 @@ configurations = st.builds(
     blocks_per_sm=st.integers(1, 3),
     grid_per_sm=st.integers(1, 3),
     parts=st.sampled_from([0, 0, 2, 4, 7]),
+    owned=st.booleans(),
+    sharing_cost=st.sampled_from([0, 2, 10]),
     stream_k=st.booleans(),
 )
 
 
-def block_steps(division, pid):
-    """(tile, step) pairs of one block, in order: what hopper_schedule.Schedule walks through."""
-    steps = division.steps
-    for tile in range(pid, division.whole, division.blocks):
-        yield from ((tile, step) for step in range(steps))
-    start = pid * division.share + min(pid, division.extra)
-    stop = (pid + 1) * division.share + min(pid + 1, division.extra)
-    for flat in range(start, stop):
-        yield division.whole + flat // steps, flat % steps
+def kernel_class(module, name):
+    """A class of the kernel language as one of Python, whose methods compute with integers."""
+    tree = ast.parse(inspect.getsource(module))
+    made = next(node for node in tree.body if getattr(node, "name", None) == name)
+    made.decorator_list = []
+    for method in made.body:
+        if isinstance(method, ast.FunctionDef):
+            method.decorator_list = []
+    language = SimpleNamespace(
+        tensor=int, constexpr=int, minimum=min, maximum=max, where=lambda c, a, b: a if c else b
+    )
+    scope = {"gl": language}
+    exec(compile(ast.Module([made], []), module.__file__, "exec"), scope)
+    return dataclass(scope[name])
+
+
+Schedule = kernel_class(hopper_schedule, "Schedule")
+
+
+def schedule(division, pid, owned):
+    d = division
+    return Schedule(
+        pid, d.blocks, d.steps, d.tiles_n, d.tiles_m, d.whole, d.share, d.extra, d.own, 0, owned
+    )
+
+
+def block_steps(division, pid, owned=False):
+    """(tile, step) pairs of one block, in order, as the producer of the kernel walks them."""
+    work = schedule(division, pid, owned)
+    tile, step = work.first()
+    for _ in range(work.count()):
+        yield tile, step
+        tile, step = work.next(tile, step)
+
+
+def block_runs(division, pid, owned=False):
+    """(tile, first step, steps) of one block, in order, as the kernel's consumers walk them."""
+    work = schedule(division, pid, owned)
+    tile, step = work.first()
+    left = work.count()
+    while left > 0:
+        run = work.run(tile, step, left)
+        yield tile, step, run
+        left -= run
+        tile, step = work.after(tile, step, run)
 
 
 @quick
@@ -54,26 +101,76 @@ def block_steps(division, pid):
 def test_every_step_is_computed_once(config, m, n_units, steps):
     division = hopper_plan.divide(config, m, n_units, steps, 8)
     most = 8 * config.grid_per_sm
-    if config.parts:
+    if config.parts and not config.owned:
         most = max(most, config.parts * division.tiles_n * division.tiles_m)
     assert 1 <= division.blocks <= most
     assert division.tiles_n * config.tile_n >= n_units * 64
     assert division.tiles_m * config.tile_m >= m
-    seen = [pair for pid in range(division.blocks) for pair in block_steps(division, pid)]
+    blocks, owned = range(division.blocks), config.owned
+    seen = [pair for pid in blocks for pair in block_steps(division, pid, owned)]
     tiles = division.tiles_n * division.tiles_m
     assert sorted(seen) == [(tile, step) for tile in range(tiles) for step in range(steps)]
+    for pid in blocks:
+        runs = block_runs(division, pid, owned)
+        in_runs = [(tile, first + i) for tile, first, count in runs for i in range(count)]
+        assert in_runs == list(block_steps(division, pid, owned))
+
+
+@quick
+@given(configurations, st.integers(1, 2000), st.integers(1, 60), st.integers(1, 40))
+def test_sums_of_a_tile_lie_in_the_order_of_its_steps(config, m, n_units, steps):
+    """Each part of a shared tile has a slot of its own; an owner adds up those of its helpers."""
+    division = hopper_plan.divide(replace(config, owned=True), m, n_units, steps, 8)
+    parts = {}
+    for pid in range(division.blocks):
+        runs = list(block_runs(division, pid, True))
+        helper = schedule(division, pid, True).helper()
+        shared = [run for run in runs if run[0] >= division.whole]
+        # A helper begins with what it shares, an owner ends with it.
+        assert shared == (runs[: len(shared)] if helper >= 0 else runs[len(runs) - len(shared) :])
+        for tile, first, count in shared:
+            index = tile - division.whole
+            slot = index + (helper if helper >= 0 else division.blocks)
+            parts.setdefault(index, []).append((first, count, slot, pid))
+    assert sorted(parts) == list(range(division.divided))
+    slots = [slot for found in parts.values() for _, _, slot, _ in found]
+    assert len(set(slots)) == len(slots)
+    assert max(slots, default=-1) < division.blocks + division.divided
+    for index, found in parts.items():
+        (first, count, slot, pid), *others = sorted(found)
+        assert (first, count, slot, pid) == (0, division.own, division.blocks + index, index)
+        work = schedule(division, pid, True)
+        at = work.shared_step(division.whole + index, work.own)
+        end = work.shared_step(division.whole + index, steps - 1)
+        helpers = range(work.block_of(at), work.block_of(end) + 1)
+        assert [slot for _, _, slot, _ in others] == [index + helper for helper in helpers]
 
 
 @quick
 @given(configurations, st.integers(1, 2000), st.integers(1, 60), st.integers(1, 40))
 def test_blocks_get_equal_shares(config, m, n_units, steps):
     """With Stream-K, blocks differ by one step in the divided part and by nothing before it."""
-    division = hopper_plan.divide(config, m, n_units, steps, 8)
+    division = hopper_plan.divide(replace(config, owned=False), m, n_units, steps, 8)
     counts = [sum(1 for _ in block_steps(division, pid)) for pid in range(division.blocks)]
     if division.divided:
         assert max(counts) - min(counts) <= 1
     else:
         assert max(counts) - min(counts) <= steps
+
+
+@quick
+@given(st.integers(1, 2000), st.integers(1, 300), st.integers(8, 40))
+def test_owners_and_helpers_get_about_as_much(m, n_units, steps):
+    config = HopperConfig(rows=64, consumers=2, tile_m=256, stages=3, owned=True, sharing_cost=2)
+    division = hopper_plan.divide(config, m, n_units, steps, 132)
+    counts = [sum(1 for _ in block_steps(division, pid, True)) for pid in range(division.blocks)]
+    if division.divided:
+        owners, helpers = counts[: division.divided], counts[division.divided :]
+        assert max(owners) == min(owners)
+        assert max(helpers) - min(helpers) <= 1
+        assert max(helpers) <= max(owners)
+        fair = division.tiles_n * division.tiles_m * steps / 132
+        assert max(owners) < fair + 1 + hopper_plan._LEAD
 
 
 def test_sharing_is_for_blocks_that_would_idle():
@@ -143,6 +240,9 @@ def test_workspace_is_sized_by_the_division():
     assert plan.division.divided == 32
     assert plan.counter_count == 32 * 2
     assert plan.partial_size == 2 * plan.division.blocks * 128 * 16
+    plan = make_plan(HopperConfig(rows=64, consumers=2, tile_m=16, stages=4, owned=True))
+    assert plan.division.divided == 32
+    assert plan.partial_size == (plan.division.blocks + 32) * 128 * 16
     plan = make_plan(HopperConfig(rows=64, consumers=2, tile_m=16, stages=4, stream_k=False))
     assert plan.partial_size == plan.counter_count == 0
 

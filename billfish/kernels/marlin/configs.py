@@ -39,11 +39,12 @@ class HopperConfig:
     for which a multiprocessor has room. grid_per_sm: how many of them are launched; the room left
     over is for the blocks of the next kernel, which fill their queues early (pdl). parts: how many
     blocks share each tile, where its steps can be divided by that; 0: Stream-K's shares, which may
-    lie in two tiles. sharing_cost: about how many steps adding up the sums of shared tiles takes;
-    tiles stay whole where sharing would save less. carry: the last product of a stage runs on while
-    the next stage is dequantized; only where the scale is applied to fragments. group_m: token
-    blocks of a raster group, where M > tile_m. stream_weights, keep_x: weights leave the L2 cache
-    first, and X last.
+    lie in two tiles. owned: instead of either, a shared tile belongs to a block, to which others
+    add (hopper_schedule). sharing_cost: about how many steps adding up the sums of shared tiles
+    takes; tiles stay whole where sharing would save less. carry: the last product of a stage runs
+    on while the next stage is dequantized; only where the scale is applied to fragments. group_m:
+    token blocks of a raster group, where M > tile_m. stream_weights, keep_x: weights leave the L2
+    cache first, and X last.
     """
 
     rows: int
@@ -53,6 +54,7 @@ class HopperConfig:
     blocks_per_sm: int = 1
     grid_per_sm: int = 1
     parts: int = 0
+    owned: bool = False
     sharing_cost: int = 10
     sum_scale: bool = True
     overlap: bool = True
@@ -71,7 +73,10 @@ class HopperConfig:
     @property
     def together(self) -> int:
         """Sums of a tile's other parts that are loaded at a time, as many as registers hold."""
-        return 4 if self.parts and self.rows * self.tile_m <= 2048 else 1
+        size = self.rows * self.tile_m
+        if self.parts >= 8 and size <= 1024:
+            return 8
+        return 4 if self.parts and size <= 2048 else 1
 
     def stage_bytes(self, meta_rows: int) -> int:
         """Shared memory of one stage; `meta_rows`: scales and zeros a row of a unit."""
@@ -111,7 +116,7 @@ def _invariant(m: int, config: HopperConfig) -> HopperConfig:
     if m > 32:
         return replace(
             config, rows=64, consumers=2, stages=min(config.stages, 4), stream_k=False,
-            sum_scale=False, carry=config.tile_m < 256,
+            owned=False, sum_scale=False, carry=config.tile_m < 256,
         )  # fmt: skip
     return HopperConfig(
         rows=64, consumers=1, tile_m=config.tile_m, stages=6, blocks_per_sm=3, grid_per_sm=3,

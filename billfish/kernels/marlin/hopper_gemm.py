@@ -188,14 +188,14 @@ def _consume(c: gl.constexpr, queue, work, out, how):
     phase = 0
     left = work.count()
     while left > 0:
-        run = gl.minimum(left, work.steps - step)
+        run = work.run(tile, step, left)
         if how.CARRY:
             acc, stage, phase = _sum_carried(c, queue, run, stage, phase, how)
         else:
             acc, stage, phase = _sum(c, queue, run, stage, phase, how)
         finish_tile(acc, tile, c, work, out)
         left -= run
-        tile, step = work.next(tile, work.steps - 1)
+        tile, step = work.after(tile, step, run)
 
 
 @gluon.jit
@@ -254,17 +254,18 @@ def _sum_carried(c: gl.constexpr, queue, run, stage, phase, how):
 
 
 @gluon.jit(
-    do_not_specialize=["M", "steps", "tiles_n", "tiles_m", "whole", "share", "extra"],
+    do_not_specialize=["M", "steps", "tiles_n", "tiles_m", "whole", "share", "extra", "own"],
 )
 def w4a16_hopper(
     code_desc, meta_desc, x_desc, y_ptr, bias_ptr, residual_ptr, partial_ptr, count_ptr,
-    M, N, steps, tiles_n, tiles_m, whole, share, extra,
+    M, N, steps, tiles_n, tiles_m, whole, share, extra, own,
     ROWS: gl.constexpr, CONSUMERS: gl.constexpr, TILE_M: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr, ZEROS: gl.constexpr, SUM_SCALE: gl.constexpr, OVERLAP: gl.constexpr,
-    CARRY: gl.constexpr, PDL: gl.constexpr, GROUP_M: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, SILU_MUL: gl.constexpr, STREAM_WEIGHTS: gl.constexpr,
-    KEEP_X: gl.constexpr, TOGETHER: gl.constexpr, ASM: gl.constexpr, REGS: gl.constexpr,
-    PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    CARRY: gl.constexpr, PDL: gl.constexpr, GROUP_M: gl.constexpr, OWNED: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SILU_MUL: gl.constexpr,
+    STREAM_WEIGHTS: gl.constexpr, KEEP_X: gl.constexpr, TOGETHER: gl.constexpr,
+    ASM: gl.constexpr, REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     """The kernel, launched by hopper_launch.Launch on a grid of one dimension.
 
@@ -292,8 +293,9 @@ def w4a16_hopper(
         mbarrier.init(empty.index(stage), count=CONSUMERS)
     queue = Queue(code_desc, meta_desc, x_desc, codes, meta, x, full, empty, STAGES)
     work = Schedule(
-        gl.program_id(0), gl.num_programs(0), steps, tiles_n, tiles_m, whole, share, extra, GROUP_M
-    )
+        gl.program_id(0), gl.num_programs(0), steps, tiles_n, tiles_m, whole, share, extra, own,
+        GROUP_M, OWNED,
+    )  # fmt: skip
     out = Output(
         y_ptr, bias_ptr, residual_ptr, partial_ptr, count_ptr, M, N, ROWS, CONSUMERS, HAS_BIAS,
         HAS_RESIDUAL, SILU_MUL, TOGETHER,

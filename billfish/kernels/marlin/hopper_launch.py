@@ -45,7 +45,7 @@ def descriptors(plan: Plan, x: Tensor, units: Tensor) -> tuple[TensorDescriptor,
 
 
 _DESCRIPTORS = (*(MAP_BYTES, 4, 4, 4, 4, 8, 8, 8, 8) * 2, MAP_BYTES, 4, 4, 8, 8)
-_ADDRESSES, _NUMBERS = 5, 8
+_ADDRESSES, _NUMBERS = 5, 9
 FIELDS = (*_DESCRIPTORS, *(8,) * _ADDRESSES, *(4,) * _NUMBERS)
 """Sizes of the kernel's parameters: three tensor maps, each with its shape and strides, then
 addresses and numbers."""

@@ -13,6 +13,7 @@ from billfish.kernels.marlin.packing import CODE_WORDS, META_WORDS, UNIT_N
 
 _REGISTERS = 65536  # 32-bit registers of a multiprocessor
 _SHARED_MEMORY = 233472  # bytes of a multiprocessor, compute capability 9.0
+_LEAD = 2  # steps that the owner of a tile computes beyond its helpers', who leave their sums
 _MAX_REGISTERS = 168  # a thread at launch; consumers take more from the producer's share
 
 
@@ -23,7 +24,9 @@ class Division:
     tiles_n, tiles_m: tiles along the rows of W and along the tokens; steps: of 128 columns, of one
     tile. The first `whole` tiles are dealt out whole. Of the steps of the rest every block gets
     `share`, the first `extra` blocks one more. Of equal parts (`HopperConfig.parts`) none is whole,
-    and a tile's steps are a multiple of `share`.
+    and a tile's steps are a multiple of `share`. With `HopperConfig.owned`, the first blocks each
+    compute the first `own` steps of a tile of the rest, and only the steps after those are divided,
+    among the other blocks.
     """
 
     blocks: int
@@ -33,6 +36,7 @@ class Division:
     whole: int
     share: int
     extra: int
+    own: int = 0
 
     @property
     def divided(self) -> int:
@@ -52,17 +56,34 @@ def divide(config: HopperConfig, m: int, n_units: int, steps: int, processors: i
     if tiles * steps >= 1 << 31:
         size = f"{m} x {64 * n_units} x {128 * steps}"
         raise KernelArgumentError(f"a product of {size} is too large for one call: split the rows")
-    if config.stream_k and config.parts and steps % config.parts == 0:
+    if config.stream_k and config.parts and not config.owned and steps % config.parts == 0:
         parts = config.parts
         return Division(tiles * parts, steps, tiles_n, tiles_m, 0, steps // parts, 0)
     waves = -(-tiles // slots)
     idle = (waves - tiles / slots) * steps  # steps that a block idles if all tiles stay whole
-    if not config.stream_k or idle <= config.sharing_cost or idle <= 0.05 * waves * steps:
+    pays = idle > config.sharing_cost and idle > 0.05 * waves * steps
+    if not config.stream_k or steps == 1 or not pays:
         return Division(min(slots, tiles), steps, tiles_n, tiles_m, tiles, 0, 0)
+    if config.owned:
+        return _owned(slots, steps, tiles_n, tiles_m)
     blocks = min(slots, tiles * steps)
     whole = tiles // blocks * blocks
     share, extra = divmod((tiles - whole) * steps, blocks)
     return Division(blocks, steps, tiles_n, tiles_m, whole, share, extra)
+
+
+def _owned(slots: int, steps: int, tiles_n: int, tiles_m: int) -> Division:
+    """Full waves of whole tiles, then tiles with an owner each; all other blocks are helpers."""
+    tiles = tiles_n * tiles_m
+    whole = tiles // slots * slots
+    owners, helpers = tiles - whole, slots - (tiles - whole)
+    own = -(-(owners * steps + helpers * _LEAD) // slots)
+    own = max(1, min(own, steps - 1))
+    rest = owners * (steps - own)
+    helpers = helpers if whole else min(helpers, rest)
+    return Division(
+        owners + helpers, steps, tiles_n, tiles_m, whole, *divmod(rest, helpers), own
+    )  # fmt: skip
 
 
 def _mode(has_zeros: bool, zero_point: str, sum_scale: bool) -> str:
@@ -105,9 +126,10 @@ class Plan:
 
     @cached_property
     def partial_size(self) -> int:
-        """Elements of the workspace of partial sums: two slots a block."""
-        divided = self.division.divided
-        return 2 * self.division.blocks * self.config.tile_n * self.config.tile_m if divided else 0
+        """Elements of the workspace of partial sums: two slots a block, of which owners use one."""
+        d, size = self.division, self.config.tile_n * self.config.tile_m
+        slots = d.blocks + (d.divided if self.config.owned else d.blocks)
+        return slots * size if d.divided else 0
 
     @cached_property
     def counter_count(self) -> int:
@@ -117,7 +139,9 @@ class Plan:
     def numbers(self) -> tuple[int, ...]:
         """The kernel's integer arguments."""
         d = self.division
-        return (self.m, self.outputs, d.steps, d.tiles_n, d.tiles_m, d.whole, d.share, d.extra)
+        return (
+            self.m, self.outputs, d.steps, d.tiles_n, d.tiles_m, d.whole, d.share, d.extra, d.own,
+        )  # fmt: skip
 
     @cached_property
     def constants(self) -> dict[str, Any]:
@@ -139,6 +163,7 @@ class Plan:
             "CARRY": config.carry and not sum_scale,
             "PDL": config.pdl,
             "GROUP_M": 0 if self.division.tiles_m == 1 else config.group_m,
+            "OWNED": config.owned,
             "HAS_BIAS": self.has_bias,
             "HAS_RESIDUAL": self.has_residual,
             "SILU_MUL": self.silu_mul,

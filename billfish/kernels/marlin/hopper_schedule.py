@@ -9,6 +9,12 @@ data-parallel waves first.
 Blocks that share a tile each leave their fp32 sums in the workspace and count themselves in; the
 last to arrive adds all sums in the order of the steps and stores the tile. Nobody waits for
 anybody, and the result does not depend on who was last. The counter is zero again afterwards.
+
+With `OWNED`, each of the remaining tiles belongs to one of the first blocks, which computes its
+first `own` steps after all else. The other blocks, the helpers, share the steps after those evenly
+and compute them before all else, so their sums are there when the owner comes: it then adds them to
+its own, which never leave its registers. Large tiles are shared like that, whose sums take as long
+to store and to load as several steps.
 """
 
 from triton.experimental import gluon
@@ -30,16 +36,21 @@ class Schedule:
     whole: gl.tensor
     share: gl.tensor
     extra: gl.tensor
+    own: gl.tensor
     GROUP_M: gl.constexpr
+    OWNED: gl.constexpr
 
     @gluon.jit
     def start(self, pid):
-        """The first step of block `pid`, counted over the tiles that are divided."""
+        """The first step of block `pid`, counted over the tiles that are divided.
+
+        With OWNED, of helper `pid`, counted over the steps that are not the owners'.
+        """
         return pid * self.share + gl.minimum(pid, self.extra)
 
     @gluon.jit
-    def owner(self, step):
-        """The block that computes `step`, the inverse of `start`."""
+    def block_of(self, step):
+        """The block (with OWNED, the helper) that computes `step`, the inverse of `start`."""
         longer = self.extra * (self.share + 1)
         after = self.extra + (step - longer) // gl.maximum(self.share, 1)
         return gl.where(step < longer, step // (self.share + 1), after)
@@ -48,7 +59,26 @@ class Schedule:
     def count(self):
         """Steps of this block in all."""
         tiles = gl.maximum(self.whole - self.pid + self.blocks - 1, 0) // self.blocks
+        if self.OWNED:
+            helper = self.helper()
+            part = gl.where(helper < 0, self.own, self.start(helper + 1) - self.start(helper))
+            return tiles * self.steps + part
         return tiles * self.steps + self.start(self.pid + 1) - self.start(self.pid)
+
+    @gluon.jit
+    def helper(self):
+        """Which helper this block is, with OWNED; negative for the owner of a tile."""
+        return self.pid - (self.tiles_n * self.tiles_m - self.whole)
+
+    @gluon.jit
+    def _helps(self, tile):
+        """Whether this block computes steps of `tile` as a helper."""
+        return (tile >= self.whole) & (self.helper() >= 0)
+
+    @gluon.jit
+    def shared_step(self, tile, step):
+        """A helper's step, counted over the steps that are not the owners'."""
+        return (tile - self.whole) * (self.steps - self.own) + step - self.own
 
     @gluon.jit
     def _divided(self):
@@ -59,6 +89,14 @@ class Schedule:
 
     @gluon.jit
     def first(self):
+        if self.OWNED:
+            helper = self.helper()
+            start = self.start(helper)
+            shared = gl.maximum(self.steps - self.own, 1)
+            tile = start // shared
+            helps = (helper >= 0) & (start < self.start(helper + 1))
+            step = self.own + start - tile * shared
+            return gl.where(helps, self.whole + tile, self.pid), gl.where(helps, step, 0)
         tile, step = self._divided()
         deals = self.pid < self.whole
         return gl.where(deals, self.pid, tile), gl.where(deals, 0, step)
@@ -67,7 +105,20 @@ class Schedule:
     def next(self, tile, step):
         """Tile and step after this one."""
         step += 1
-        if step == self.steps:
+        if self.OWNED:
+            if self._helps(tile):
+                if step == self.steps:
+                    tile += 1
+                    step = self.own
+                if self.shared_step(tile, step) == self.start(self.helper() + 1):
+                    tile = self.pid
+                    step = self.own * 0
+            elif step == self.steps:
+                tile += self.blocks
+                step = self.own * 0
+                if tile >= self.whole:
+                    tile = self.whole + self.pid
+        elif step == self.steps:
             step = 0
             if tile >= self.whole:
                 tile += 1
@@ -76,6 +127,24 @@ class Schedule:
                 if tile >= self.whole:
                     tile, step = self._divided()
         return tile, step
+
+    @gluon.jit
+    def run(self, tile, step, left):
+        """Steps from this one on that this block computes of `tile`; left: of all its tiles."""
+        run = gl.minimum(left, self.steps - step)
+        if not self.OWNED:
+            return run
+        if self._helps(tile):
+            rest = self.start(self.helper() + 1) - self.shared_step(tile, step)
+            run = gl.minimum(run, rest)
+        return run
+
+    @gluon.jit
+    def after(self, tile, step, run):
+        """Tile and step after a run of steps that begins at this one."""
+        # All runs but those with OWNED end with their tile, or with the block's work.
+        last = step + run - 1 if self.OWNED else self.steps - 1
+        return self.next(tile, last)
 
     @gluon.jit
     def place(self, tile):
@@ -167,9 +236,20 @@ def finish_tile(acc, tile, c: gl.constexpr, work, out):
     """Store consumer c's part of a tile, or leave it for the last of the blocks that share it."""
     tile_m, block = work.place(tile)
     row0 = (block * out.CONSUMERS + c) * out.ROWS
+    if work.OWNED:
+        if tile < work.whole:
+            out.store(acc, tile_m, row0)
+        else:
+            _finish_owned(acc, tile, c, work, out, tile_m, row0)
+    else:
+        _finish_shared(acc, tile, c, work, out, tile_m, row0)
+
+
+@gluon.jit
+def _finish_shared(acc, tile, c: gl.constexpr, work, out, tile_m, row0):
     begin = (tile - work.whole) * work.steps
-    first = work.owner(begin)
-    last = work.owner(begin + work.steps - 1)
+    first = work.block_of(begin)
+    last = work.block_of(begin + work.steps - 1)
     if (tile < work.whole) | (first == last):
         out.store(acc, tile_m, row0)
     else:
@@ -194,17 +274,75 @@ def finish_tile(acc, tile, c: gl.constexpr, work, out):
                 for _ in range(count):
                     total += gl.load(others, cache_modifier=".cg")
                     others += 2 * SLOT
-            else:
-                gl.static_assert(out.TOGETHER == 4)
+            elif out.TOGETHER == 4:
                 for i in range(0, count, 4):
-                    p0 = _part(others, at, i < count)
-                    p1 = _part(others + 2 * SLOT, at, i + 1 < count)
-                    p2 = _part(others + 4 * SLOT, at, i + 2 < count)
-                    p3 = _part(others + 6 * SLOT, at, i + 3 < count)
-                    total = total + p0 + p1 + p2 + p3
+                    total = _add_four(total, others, at, count - i, 2 * SLOT)
                     others += 8 * SLOT
+            else:
+                gl.static_assert(out.TOGETHER == 8)
+                for i in range(0, count, 8):
+                    total = _add_eight(total, others, at, count - i, 2 * SLOT)
+                    others += 16 * SLOT
             out.store(_unflatten(total, acc), tile_m, row0)
             gl.store(counter, 0)
+
+
+@gluon.jit
+def _finish_owned(acc, tile, c: gl.constexpr, work, out, tile_m, row0):
+    flat = _flatten(acc)
+    SIZE: gl.constexpr = flat.shape[0]
+    at = c * SIZE + gl.arange(0, SIZE, layout=flat.type.layout)
+    SLOT: gl.constexpr = out.CONSUMERS * SIZE
+    index = tile - work.whole
+    first = work.block_of(work.shared_step(tile, work.own))
+    helpers = work.block_of(work.shared_step(tile, work.steps - 1)) - first + 1
+    # A slot for each helper's part, in the order of the steps, and after those one for each owner.
+    theirs = out.partial + (index + first).to(gl.int64) * SLOT + at
+    owners = out.partial + (work.blocks + index).to(gl.int64) * SLOT + at
+    counter = out.arrived + index * out.CONSUMERS + c
+    owns = work.helper() < 0
+    arrived = helpers * 0 - 1
+    if owns:
+        arrived = gl.atomic_add(counter, 0, sem="acq_rel", scope="gpu")
+    kept = arrived == helpers  # all others have arrived: the owner's sums need not leave
+    if not kept:
+        mine = out.partial + (index + work.helper()).to(gl.int64) * SLOT + at
+        gl.store(gl.where(owns, owners, mine), flat)
+        barrier()
+        arrived = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    if arrived == helpers:
+        # Past the L1 cache, which does not see what other multiprocessors wrote.
+        total = flat
+        if not kept:
+            total = gl.load(owners, cache_modifier=".cg")
+        for _ in range(helpers):
+            total += gl.load(theirs, cache_modifier=".cg")
+            theirs += SLOT
+        out.store(_unflatten(total, acc), tile_m, row0)
+        gl.store(counter, 0)
+
+
+@gluon.jit
+def _add_four(total, sums, at, count, APART: gl.constexpr):
+    """total + the first `count` of four blocks' sums, all loaded before any is added."""
+    p0 = _part(sums, at, count > 0)
+    p1 = _part(sums + APART, at, count > 1)
+    p2 = _part(sums + 2 * APART, at, count > 2)
+    p3 = _part(sums + 3 * APART, at, count > 3)
+    return total + p0 + p1 + p2 + p3
+
+
+@gluon.jit
+def _add_eight(total, sums, at, count, APART: gl.constexpr):
+    p0 = _part(sums, at, count > 0)
+    p1 = _part(sums + APART, at, count > 1)
+    p2 = _part(sums + 2 * APART, at, count > 2)
+    p3 = _part(sums + 3 * APART, at, count > 3)
+    p4 = _part(sums + 4 * APART, at, count > 4)
+    p5 = _part(sums + 5 * APART, at, count > 5)
+    p6 = _part(sums + 6 * APART, at, count > 6)
+    p7 = _part(sums + 7 * APART, at, count > 7)
+    return total + p0 + p1 + p2 + p3 + p4 + p5 + p6 + p7
 
 
 @gluon.jit

@@ -63,7 +63,7 @@ KNOWN: dict[tuple[str, str], _Known] = {
         "shared",
         "Each program counts in shared memory and adds its counts once. Without: an atomic in "
         "device memory for every value.",
-        ("histogram_gpu:_histogram_kernel", "_ptx:tally"),
+        ("histogram_gpu:_histogram_kernel", "_ptx:tally", "_ptx:halves"),
     ),
     ("reduce", "one launch"): _Known(
         "synchronized",
@@ -75,13 +75,13 @@ KNOWN: dict[tuple[str, str], _Known] = {
         "fused",
         "Places are found by the scan in the pass that writes. Without: a scan first, whose result "
         "is written and read.",
-        ("compact_gpu:_compact_tile", "compact_gpu:_scatter_kernel"),
+        ("compact_tiles:compact_kernel", "_ptx_look_back:gather", "compact_gpu:_scatter_kernel"),
     ),
     ("scan", "look-back"): _Known(
         "synchronized",
         "One pass: tiles hand their sums on by decoupled look-back. Without: each tile waits for "
         "the one before it.",
-        ("scan_gpu:_scan_kernel", "_ptx:look_back", "scan_tiles:scan_kernel"),
+        ("scan_gpu:_scan_kernel", "_ptx_look_back:look_back", "scan_tiles:scan_kernel"),
     ),
     ("segment_reduce", "balanced pieces"): _Known(
         "synchronized",

@@ -12,6 +12,7 @@ import triton
 from billfish.kernels.general import (
     adamw_gpu,
     compact_gpu,
+    compact_tiles,
     cross_entropy_gpu,
     elementwise_gpu,
     gpu,
@@ -211,27 +212,32 @@ def test_histogram(monkeypatch, dtype, bins):
         # Counted into shared memory, a value by a value.
         assert ("ATOMS" in code.sass) == private
         assert code.shared <= 48 << 10
+    many = torch.empty(1 << 22, dtype=dtype)
+    launch = lambda: histogram_gpu.histogram(many, 100_000, 0.0, 1.0)  # noqa: E731
+    code = of_both(monkeypatch, histogram_gpu, "_spans_kernel", launch)
+    # A multiprocessor has as many programs as its shared memory holds bins of.
+    assert code.shared <= 48 << 10
+    assert code.registers <= 64
+    assert code.spill_bytes == 0
+    assert code.count("LDG.E.128") > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.int64])
 def test_compact(monkeypatch, dtype):
     x, keep = torch.empty(1 << 20, dtype=dtype), torch.zeros(1 << 20, dtype=torch.bool)
     launch = lambda: compact_gpu.compact(x, keep)  # noqa: E731
-    code = compiled(monkeypatch, compact_gpu, "_compact_kernel", launch, 90)
-    # As many programs at a time are worth some spills.
-    assert code.registers <= 64
-    assert code.spill_bytes <= 128
-    # A value a thread, whose neighbours have its neighbours: the text in PTX counts on it.
-    assert code.count("LDG.E") > 0
-    for capability in ARCHITECTURES:
-        binary = binary_of(monkeypatch, compact_gpu, "_compact_kernel", launch, capability)
-        lines = binary.asm["ttgir"].splitlines()
-        texts = [line for line in lines if "elementwise_inline_asm" in line]
-        assert len(texts) == 2  # of a tile that is full, and of one that is not
-        layouts = {name for line in texts for name in re.findall(r"#\w+", line)}
-        found = [x for x in lines if x.split(" ")[0] in layouts and "#ttg" in x]
-        assert len(found) == 1
-        assert "sizePerThread = [1], threadsPerWarp = [32]" in found[0]
+    code = of_both(monkeypatch, compact_tiles, "compact_kernel", launch)
+    # Six programs of eight warps at a time, three where values have 64 bits.
+    assert code.registers <= (40 if dtype.itemsize < 8 else 64)
+    assert code.spill_bytes == 0
+    # Four neighbours at once, full tile or not, and a value a thread where they go side by side.
+    wide = {1: "LDG.E", 2: "LDG.E.64", 4: "LDG.E.128", 8: "LDG.E.128"}[dtype.itemsize]
+    assert code.count(wide) >= 2 * compact_gpu.ITEMS // 4
+    assert len(re.findall(r"STG\.E(?!\S*STRONG)", code.sass)) == compact_gpu.ITEMS
+    assert code.count("BAR.SYNC.DEFER_BLOCKING") <= 5
+    with monkeypatch.context() as patch:
+        patch.setattr(compact_gpu, "gluon_supported", lambda: False)
+        of_both(monkeypatch, compact_gpu, "_compact_kernel", launch)
     if dtype != torch.float32:
         return
     apart = lambda: compact_gpu.compact(x, keep, fused=False)  # noqa: E731
@@ -329,7 +335,7 @@ def test_sort(monkeypatch):
     monkeypatch.setattr(
         sort_gpu, "scan", lambda counts, *_: torch.empty(counts.shape, dtype=torch.int64)
     )
-    launch = lambda: sort_gpu.sort_pairs(keys, values, False)  # noqa: E731
+    launch = lambda: sort_gpu.sort_pairs(keys, values, False, one_sweep=True)  # noqa: E731
     code = compiled(monkeypatch, sort_gpu, "_pass_kernel", launch, 80)
     code = compiled(monkeypatch, sort_gpu, "_pass_kernel", launch, 90)
     # Three programs a multiprocessor, for a few registers spilled.

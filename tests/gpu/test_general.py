@@ -182,7 +182,7 @@ def test_transpose(shape, dtype):
     assert torch.equal(transpose_gpu.transpose_copy(whole, tiled=False).view(want.shape), want)
 
 
-@pytest.mark.parametrize("bins", [1, 32, 100, 256, 4096, 100_000])
+@pytest.mark.parametrize("bins", [1, 32, 100, 256, 4096, 8193, 100_000, 8 * 24576, 400_000])
 @pytest.mark.parametrize("skewed", [False, True])
 def test_histogram(bins, skewed):
     x = torch.randint(-5, bins + 5, (5_000_011,), device="cuda")
@@ -194,10 +194,12 @@ def test_histogram(bins, skewed):
         assert torch.equal(got, want)
 
 
-def test_histogram_of_floats():
-    x = draw(1_000_003)
-    got = general.histogram(x, 200, -2.0, 2.0)
-    assert torch.equal(got.cpu(), general.histogram(x.cpu(), 200, -2.0, 2.0))
+@pytest.mark.parametrize(("n", "bins"), [(1_000_003, 200), (4_200_001, 50_000)])
+def test_histogram_of_floats(n, bins):
+    x = draw(n)
+    x[7], x[8], x[9] = float("nan"), float("inf"), -float("inf")
+    got = general.histogram(x, bins, -2.0, 2.0)
+    assert torch.equal(got.cpu(), general.histogram(x.cpu(), bins, -2.0, 2.0))
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -209,6 +211,17 @@ def test_compact(dtype, n):
             out, count = compact_gpu.compact(x, keep, fused=fused)
             assert torch.equal(out[: count.item()], x[keep])
             assert not out[count.item() :].any()
+    if n > 9:  # no address is a multiple of 16 bytes
+        out, count = compact_gpu.compact(x[9:], keep[9:])
+        assert torch.equal(out[: count.item()], x[9:][keep[9:]])
+
+
+def test_compact_without_gluon(monkeypatch):
+    monkeypatch.setattr(compact_gpu, "gluon_supported", lambda: False)
+    x, keep = draw(100_003), draw(100_003, seed=1) > 0
+    out, count = compact_gpu.compact(x, keep)
+    assert torch.equal(out[: count.item()], x[keep])
+    assert not out[count.item() :].any()
 
 
 def test_compact_a_hundred_times():
@@ -423,6 +436,7 @@ def test_softmax_on_streams_at_once(graphs, patience):
         scans[k] = general.scan(values)
 
     captured = [torch.cuda.CUDAGraph() for _ in xs] if graphs else []
+    enqueue(0)  # compiled and loaded before a graph is captured
     torch.cuda.synchronize()
     for k, graph in enumerate(captured):
         with torch.cuda.graph(graph, stream=streams[k]):
@@ -449,7 +463,10 @@ def test_programs_that_wait_on_streams_at_once(name):
         "scan": (lambda: general.scan(values), values.cumsum(-1)),
         "scan in one order": (lambda: general.scan(values, deterministic=True), values.cumsum(-1)),
         "compact": (lambda: general.compact(values, keep)[0][: len(kept)], kept),
-        "sort": (lambda: general.sort(values), values.sort().values),
+        "sort": (
+            lambda: sort_gpu.sort(values[None], False, one_sweep=True)[0],
+            values.sort().values,
+        ),
     }
     call, want = calls[name]
     call()

@@ -1,4 +1,4 @@
-"""Runs a text of `billfish.kernels.general._ptx` for all threads of a program in step.
+"""Runs a text of PTX of the general kernels for all threads of a program in step.
 
 It knows the instructions that those texts use and has no time: what it cannot find is a barrier
 that is missing. That two threads write to one place, or read what nobody wrote, it does find.
@@ -13,15 +13,16 @@ import numpy as np
 KINDS = {"u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "b32": np.uint32, "b64": np.uint64}
 WORDS = {
     "add.u32": np.add, "sub.u32": np.subtract, "mul.lo.u32": np.multiply, "and.b32": np.bitwise_and,
+    "or.b32": np.bitwise_or,
     "shl.b32": np.left_shift, "shr.u32": np.right_shift, "xor.b32": np.bitwise_xor,
-    "sub.u64": np.subtract,
+    "add.u64": np.add, "sub.u64": np.subtract,
 }  # fmt: skip
 FOLDS = {"add": np.add, "max": np.fmax, "min": np.fmin, "max.NaN": np.maximum,
          "min.NaN": np.minimum}  # fmt: skip
 """With a kind behind."""
 FOLDED = {"s32": np.int32, "f32": np.float32, "s64": np.int64, "f64": np.float64}
-COMPARISONS = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "gt": np.greater,
-               "ge": np.greater_equal}  # fmt: skip
+COMPARISONS = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
+               "gt": np.greater, "ge": np.greater_equal}  # fmt: skip
 
 
 class Emulator:
@@ -41,7 +42,9 @@ class Emulator:
 
     def run(self, text: str) -> dict[str, np.ndarray]:
         lines, labels = [], {}
-        for line in re.split(r"[;\n]+", text.strip()[1:-1]):
+        for line in re.split(r"[;\n]+", text):
+            if line.strip() in ("{", "}"):
+                continue
             label, colon, rest = line.strip().rpartition(": ")
             if colon:
                 labels[label] = len(lines)
@@ -98,8 +101,9 @@ class Emulator:
             self.end += int(size)
         elif code.startswith("bar."):
             assert self.active.all()
-        elif code == "mov.u32":
-            self._put(a[0], self._word(a[1]))
+        elif code in ("mov.u32", "mov.u64"):
+            kind = np.uint64 if code.endswith("64") else np.uint32
+            self._put(a[0], self._word(a[1], kind), kind)
         elif code == "bra":
             return a[0]
         elif code in WORDS:
@@ -127,10 +131,11 @@ class Emulator:
             both = [self._word(x, np.uint64).view(np.float64) for x in a[1:]]
             self._flag(a[0], np.isnan(both).any(0))
         elif code.startswith("setp."):
-            _, comparison, kind = code.split(".")
+            _, comparison, *also, kind = code.split(".")
             kind = np.int32 if kind == "s32" else np.uint32
             both = self._word(a[1]).astype(kind), self._word(a[2]).astype(kind)
-            self._flag(a[0], COMPARISONS[comparison](*both))
+            found = COMPARISONS[comparison](*both)
+            self._flag(a[0], found & self.flags[a[3]] if also == ["and"] else found)
         elif code == "vote.sync.ballot.b32":
             self._together()
             votes = (self.flags[a[1]].astype(np.uint64) << self.lane.astype(np.uint64)).reshape(
@@ -169,10 +174,22 @@ class Emulator:
             self._put(a[0], self._word(a[1], kind), kind)
 
     def _access(self, code: str, a: list[str]) -> None:
-        if code == "red.shared.add.u32":
-            place = self._place(a[0], 4)
+        if code in ("red.shared.add.u32", "atom.shared.add.u32"):
+            place = self._place(a[-2], 4)
             assert self.written[place].all()
-            np.add.at(self.memory.view(np.uint32), place[:, 0] // 4, np.uint32(int(a[1])))
+            words, at = self.memory.view(np.uint32), place[:, 0] // 4
+            more = self._word(a[-1])[self.active]
+            if code.startswith("atom"):
+                old = np.zeros(self.threads, np.uint32)
+                for thread, i, one in zip(np.flatnonzero(self.active), at, more, strict=True):
+                    old[thread] = words[i]
+                    words[i] += one
+                self._put(a[0], old)
+            else:
+                np.add.at(words, at, more)
+        elif code == "red.global.add.u64":
+            place = self._place(a[0], 8)[:, 0] // 8
+            np.add.at(self.states, place, self._word(a[1], np.uint64)[self.active])
         elif code == "st.shared.v4.u32":
             assert {*re.findall(r"\w+", a[1])} == {"none"}
             place = self._place(a[0], 16)
@@ -183,7 +200,7 @@ class Emulator:
             word[self.active] = self.states[self._place(a[1], 8)[:, 0] // 8]
             self._put(a[0], word, np.uint64)
         elif code == "st.relaxed.gpu.global.u64":
-            assert self.active.sum() == 1
+            assert self.active.sum() <= 1
             self.states[self._place(a[0], 8)[:, 0] // 8] = self._word(a[1], np.uint64)[self.active]
         elif code.startswith("ld.shared."):
             kind = np.dtype(KINDS[code.split(".")[2]])

@@ -5,8 +5,11 @@ skewed input) they queue at one address. Here a program counts a run of values i
 in shared memory, and adds those to the result once: the queue at a bin is as long as there are
 programs, not values. (`_ptx.py`: Triton's own histogram does not count by address, it compares.)
 
+More bins than a program can hold are cut into spans: programs that run at once read the same
+values, and each counts those of its span, in 16 bits a bin.
+
 The technique's switch: `histogram_gpu.histogram(..., private=False)` counts straight into memory,
-which is also what is done for more bins than a program can hold.
+which is also what is done with few values, or far too many bins.
 """
 
 import math

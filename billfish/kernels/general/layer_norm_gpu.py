@@ -4,13 +4,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from billfish.kernels.general.gpu import WIDEST, _on, _rows
+from billfish.kernels.general.gpu import WIDEST, _on, _rows, launch_options, overlaps
 from billfish.kernels.general.layer_norm import norm_backward_reference
 
 PROGRAMS = 264
-"""Runs of rows, at most, each with a sum of the weights' gradient: the same on all GPUs, two for
-each multiprocessor of an H200."""
+"""Programs that share the rows, at most, each with a sum of the weights' gradient: the same on all
+GPUs, two for each multiprocessor of an H200."""
 
 
 AHEAD = 32768
@@ -19,11 +20,15 @@ AHEAD = 32768
 
 @triton.jit
 def _layer_norm_kernel(
-    x, weight, bias, out, x_stride, eps, BIAS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, weight, bias, out, x_stride, eps, BIAS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < D
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     value = tl.load(x + row * x_stride + d, mask=inside, other=0.0).to(tl.float32)
     # The variance of what is centred: mean(x^2) - mean^2 would cancel.
     centred = tl.where(inside, value - tl.sum(value, 0) / D, 0.0)
@@ -67,24 +72,27 @@ def _norm_gradient(
 
 @triton.jit
 def _norm_backward_kernel(
-    dy, x, weight, dx, dw, db, rows, run, dy_stride, x_stride, eps,
+    dy, x, weight, dx, dw, db, rows, dy_stride, x_stride, eps,
     CENTRE: tl.constexpr, INPUT: tl.constexpr, WEIGHTS: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program p: rows p * run to (p + 1) * run - 1. dw, db: float32 [programs, D].
+    """Program p: rows p, p + programs, ... from the end. dw, db: float32 [programs, D].
+
+    So no program has two rows more than another, and what the kernels before have read or written
+    last, which is still in the L2 cache, is read first.
 
     STAGES: rows in shared memory or on their way there; 1: the next in registers.
     """
     program = tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0)
     d = tl.arange(0, BLOCK)
     inside = d < D
     scale = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
     of_weight = tl.zeros([BLOCK], tl.float32)
     of_bias = tl.zeros([BLOCK], tl.float32)
-    first = program * run
-    last = tl.minimum(first + run, rows)
     if STAGES > 1:
-        for row in tl.range(first, last, num_stages=STAGES):
+        for nth in tl.range(program, rows, programs, num_stages=STAGES):
+            row = rows - 1 - nth
             value = tl.load(x + row * x_stride + d, mask=inside, other=0.0).to(tl.float32)
             grad = tl.load(dy + row * dy_stride + d, mask=inside, other=0.0).to(tl.float32)
             of_weight, of_bias = _norm_gradient(
@@ -92,14 +100,17 @@ def _norm_backward_kernel(
                 INPUT, WEIGHTS, D,
             )  # fmt: skip
     else:
-        next_value = tl.load(x + first * x_stride + d, mask=inside, other=0.0)
-        next_grad = tl.load(dy + first * dy_stride + d, mask=inside, other=0.0)
-        for row in range(first, last):
+        begin = rows - 1 - program
+        next_value = tl.load(x + begin * x_stride + d, mask=inside, other=0.0)
+        next_grad = tl.load(dy + begin * dy_stride + d, mask=inside, other=0.0)
+        for nth in range(program, rows, programs):
+            row = rows - 1 - nth
             value, grad = next_value.to(tl.float32), next_grad.to(tl.float32)
             # The next row is on its way while this one is added up.
-            more = inside & (row + 1 < last)
-            next_value = tl.load(x + (row + 1) * x_stride + d, mask=more, other=0.0)
-            next_grad = tl.load(dy + (row + 1) * dy_stride + d, mask=more, other=0.0)
+            following = row - programs
+            more = inside & (following >= 0)
+            next_value = tl.load(x + following * x_stride + d, mask=more, other=0.0)
+            next_grad = tl.load(dy + following * dy_stride + d, mask=more, other=0.0)
             of_weight, of_bias = _norm_gradient(
                 value, grad, scale, inside, dx + row * D + d, of_weight, of_bias, eps, CENTRE,
                 INPUT, WEIGHTS, D,
@@ -145,11 +156,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows.shape[0]:
         block = triton.next_power_of_2(size)
+        pdl = overlaps(x.device)
         with _on(x):
             _layer_norm_kernel[(rows.shape[0],)](
                 rows, weight.contiguous(), weight if bias is None else bias.contiguous(), out,
-                rows.stride(0), eps, BIAS=bias is not None, D=size, BLOCK=block,
-                num_warps=_warps(block),
+                rows.stride(0), eps, BIAS=bias is not None, D=size, BLOCK=block, PDL=pdl,
+                num_warps=_warps(block), **launch_options(pdl),
             )  # fmt: skip
     return out
 
@@ -165,22 +177,23 @@ def norm_backward(
         return dx, dw, db if centre else torch.zeros_like(dw)
     grads, values = _rows(dy), _rows(x)
     dx = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    run = max(1, triton.cdiv(rows, PROGRAMS))
     stages = 3 if size * (dy.itemsize + x.itemsize) <= AHEAD else 1
-    programs = triton.cdiv(rows, run)
+    programs = min(rows, PROGRAMS)
     dw = torch.empty(programs, size, dtype=torch.float32, device=x.device)
     db = torch.empty_like(dw) if centre else dw
     new = torch.empty if rows else torch.zeros
     total_w = new(size, dtype=weight.dtype, device=x.device)
     total_b = new(size, dtype=weight.dtype, device=x.device)
     block = triton.next_power_of_2(size)
+    # Threads meet twice or more for each row: fewer of them where rows wait in shared memory.
+    warps = _warps(block) if stages == 1 else max(min(4, _warps(block)), block // 1024)
     if rows:
         with _on(x):
             for of_x, of_weights in [(True, True)] if fused else [(True, False), (False, True)]:
                 _norm_backward_kernel[(programs,)](
-                    grads, values, weight.contiguous(), dx, dw, db, rows, run, grads.stride(0),
+                    grads, values, weight.contiguous(), dx, dw, db, rows, grads.stride(0),
                     values.stride(0), eps, CENTRE=centre, INPUT=of_x, WEIGHTS=of_weights,
-                    D=size, BLOCK=block, STAGES=stages, num_warps=_warps(block),
+                    D=size, BLOCK=block, STAGES=stages, num_warps=warps,
                 )  # fmt: skip
             _weights_kernel[(triton.cdiv(size, 16), 1 + centre)](
                 dw, db, total_w, total_b, programs, D=size, ROWS=256, WIDTH=16, CENTRE=centre,

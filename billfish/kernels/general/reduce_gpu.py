@@ -9,12 +9,12 @@ from billfish.kernels.general._arguments import accumulator, identity, result
 from billfish.kernels.general._triton import TYPES, combine, fold
 from billfish.kernels.general.gpu import _on
 
-PARTS = 2112
-"""Programs one result is shared by, at most: some for each multiprocessor, the same on all GPUs.
-Half as many of results side by side: as many as an H200 runs at once."""
+PARTS = 1056
+"""Programs one result is shared by, at most: as many as an H200 runs at once, the same on all GPUs.
+Half as many of values that are all in a row, of which each program reads more at a time."""
 
 TILE = 4096
-"""Values a program reads at a time."""
+"""Values a program reads at a time; twice as many where values in a row are shared by several."""
 
 
 @triton.jit
@@ -22,20 +22,27 @@ def _reduce_kernel(
     x, out, partial, count, n, inner, x_outer, x_n, x_inner, part_size, parts, blocks,
     EMPTY: tl.constexpr, DTYPE: tl.constexpr, OP: tl.constexpr, ALONE: tl.constexpr,
     FUSED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, SPACE: tl.constexpr,
+    STRIDED: tl.constexpr,
 ):  # fmt: skip
     """Program (group, part): of [outer, n, inner], WIDTH neighbours of inner, a part of n.
 
-    partial: [groups, parts, WIDTH]. ALONE: there is one part.
+    partial: [groups, parts, WIDTH]. ALONE: there is one part. STRIDED: parts take blocks of n in
+    turn, so that programs that run at once read neighbours; else a part is part_size in a row.
     """
     group, part = tl.program_id(0), tl.program_id(1)
     outer = (group // blocks).to(tl.int64)
     column = (group % blocks) * WIDTH + tl.arange(0, WIDTH)
+    step = BLOCK
     begin = part.to(tl.int64) * part_size
     end = tl.minimum(begin + part_size, n)
+    if STRIDED:
+        step = parts * BLOCK
+        begin = part.to(tl.int64) * BLOCK
+        end = n
     nothing = tl.full((), EMPTY, DTYPE)
     total = tl.full([BLOCK, WIDTH], EMPTY, DTYPE)
     base = x + outer * x_outer + column[None, :].to(tl.int64) * x_inner
-    for start in range(begin, end, BLOCK):
+    for start in range(begin, end, step):
         i = start + tl.arange(0, BLOCK)
         inside = (i < end)[:, None] & (column < inner)[None, :]
         value = tl.load(
@@ -96,11 +103,13 @@ def reduce(x: Tensor, op: str, *, fused: bool = True, block: int | None = None) 
     if not out.numel() or not n:
         return out.fill_(empty)
     width = min(128, triton.next_power_of_2(inner))
-    block = block or max(32, min(TILE // width, triton.next_power_of_2(n)))
     blocks = triton.cdiv(inner, width)
     groups = outer * blocks
-    most = PARTS if block >= TILE else PARTS // 2
-    wanted = min(max(1, most // groups), max(1, SPACE_LIMIT // width))
+    strided = width == 1
+    most = max(1, (PARTS // 2 if strided else PARTS) // groups)
+    tile = 2 * TILE if strided and most > 1 and n > TILE else TILE // width
+    block = block or max(32, min(tile, triton.next_power_of_2(n)))
+    wanted = min(most, max(1, SPACE_LIMIT // width))
     part_size = triton.cdiv(triton.cdiv(n, block), wanted) * block
     parts = triton.cdiv(n, part_size)
     partial = torch.empty((groups, parts, width) if parts > 1 else 0, dtype=kind, device=x.device)
@@ -111,7 +120,7 @@ def reduce(x: Tensor, op: str, *, fused: bool = True, block: int | None = None) 
         _reduce_kernel[(groups, parts)](
             x, out, partial, count, n, inner, *x.stride(), part_size, parts, blocks,
             EMPTY=empty, DTYPE=TYPES[kind], OP=op, ALONE=parts == 1, FUSED=fused,
-            BLOCK=block, WIDTH=width, SPACE=space, num_warps=warps,
+            BLOCK=block, WIDTH=width, SPACE=space, STRIDED=strided, num_warps=warps,
         )  # fmt: skip
         if parts > 1 and not fused:
             # As many warps: they decide in which order the parts are added.

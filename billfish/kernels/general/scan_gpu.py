@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from billfish.kernels.general import _ptx
+from billfish.kernels.general import _ptx_look_back
 from billfish.kernels.general._arguments import accumulator, identity, result
 from billfish.kernels.general._triton import (
     AGGREGATE,
@@ -100,7 +100,7 @@ def scan(
     state = torch.zeros(1 if tiles == 1 else words + 1, dtype=torch.int64, device=x.device)
     back, constraints = None, None
     if compiled and tiles > 1:
-        back, constraints = _ptx.look_back(op, _ptx.KINDS[wide])
+        back, constraints = _ptx_look_back.look_back(op, _ptx_look_back.KINDS[wide])
     with _on(x):
         if in_gluon and tiles > 1:
             scan_tiles.scan_kernel[(rows * tiles,)](

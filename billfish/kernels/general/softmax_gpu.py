@@ -245,7 +245,7 @@ def _of_row(others):
     return shift, tl.sum(totals * tl.exp2(mosts - shift), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["patience"])
 def _shared_softmax_kernel(
     x, out, state, ticket, n, x_stride, out_stride, size, patience, PARTS: tl.constexpr,
     DTYPE: tl.constexpr, NOTHING: tl.constexpr, PACK: tl.constexpr, CHUNKS: tl.constexpr,

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from billfish.kernels.general._arguments import BITS, FLOATS
-from billfish.kernels.general._ptx import LOOK_BACK, split, tally
+from billfish.kernels.general._ptx import split, tally
+from billfish.kernels.general._ptx_look_back import DIGITS_AT_ONCE, look_back_at_digits
 from billfish.kernels.general._triton import AGGREGATE, PREFIX, _read, publish
 from billfish.kernels.general.gpu import _on
 from billfish.kernels.general.scan_gpu import scan
@@ -33,6 +34,10 @@ multiprocessor."""
 
 PROGRAMS = 1024
 """Programs that count the digits of all passes, at most."""
+
+MANY = 1 << 24
+"""Keys from which one launch for every 8 bits is faster than three, where more than a word moves
+with each: a tile waits for those before it, and three launches read twice, though keys alone."""
 
 
 @triton.jit
@@ -277,20 +282,20 @@ def _all_digits_kernel(
             tl.atomic_add(place, tally.to(tl.int64), mask=tally > 0, sem="relaxed")
 
 
-def sort(keys: Tensor, descending: bool, *, one_sweep: bool = True) -> Tensor:
-    """keys: [rows, n]."""
+def sort(keys: Tensor, descending: bool, *, one_sweep: bool | None = None) -> Tensor:
+    """keys: [rows, n]. one_sweep: None for what is faster."""
     return _sorted(keys, None, descending, one_sweep)[0]
 
 
 def sort_pairs(
-    keys: Tensor, values: Tensor, descending: bool, *, one_sweep: bool = True
+    keys: Tensor, values: Tensor, descending: bool, *, one_sweep: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """keys, values: [rows, n]."""
+    """keys, values: [rows, n]. one_sweep: None for what is faster."""
     return _sorted(keys, values, descending, one_sweep)
 
 
 def _sorted(
-    keys: Tensor, values: Tensor | None, descending: bool, one_sweep: bool
+    keys: Tensor, values: Tensor | None, descending: bool, one_sweep: bool | None
 ) -> tuple[Tensor, Tensor]:
     rows, n = keys.shape
     pairs = values is not None
@@ -304,6 +309,8 @@ def _sorted(
         "INFINITY": _INFINITY.get(keys.dtype, 0),
     }  # fmt: skip
     words = sum((x.dtype.itemsize + 3) // 4 for x in moving)
+    if one_sweep is None:
+        one_sweep = words > 1 and keys.numel() >= MANY
     items = _items(rows, n, words)
     tile = 32 * WARPS * items
     limit = {} if triton.knobs.runtime.interpret else {"maxnreg": REGISTERS}
@@ -327,8 +334,8 @@ def _sorted(
             _pass_kernel[(rows * tiles,)](
                 source[0], source[-1], target[0], target[-1], where, state, state[-1:], n, tiles,
                 8 * p, row_size, 1, PAIRS=pairs, ALONE=alone, ONE_SWEEP=one_sweep, TILE=tile,
-                BACK=LOOK_BACK, ITEMS=items, num_warps=WARPS, **_text(split, words, WARPS, items),
-                **kind, **limit,
+                BACK=look_back_at_digits(), ITEMS=items, num_warps=WARPS,
+                **_text(split, words, WARPS, items), **kind, **limit,
             )  # fmt: skip
             source = target
     last = source[-1] if values is None else source[-1].view(values.dtype)
@@ -366,9 +373,12 @@ def _prepared(keys: Tensor, tiles: int, passes: int, kind: dict[str, Any]) -> tu
         **_text(tally, 256, passes, WARPS, items), **kind,
     )  # fmt: skip
     begins = counts.cumsum(2).sub_(counts)
-    return begins, torch.zeros(
-        passes, rows * tiles * 256 + 1, dtype=torch.int64, device=keys.device
+    # What a walk reads beyond the first tile's states, to no end, is there too.
+    room = (DIGITS_AT_ONCE - 1) * 256
+    states = torch.zeros(
+        passes, room + rows * tiles * 256 + 1, dtype=torch.int64, device=keys.device
     )
+    return begins, states[:, room:]
 
 
 def _begins_of_tiles(

@@ -28,7 +28,7 @@ def ladder(max_num_seqs: int) -> list[int]:
 def mixed_ladder(max_num_batched_tokens: int) -> list[int]:
     """Numbers of tokens to capture steps of any kind for."""
     most = min(LARGEST_MIXED, max_num_batched_tokens)
-    sizes = [32, 64, 96, 128, *range(192, 513, 64), *range(640, 1025, 128), *range(1280, most, 256)]
+    sizes = [32, 64, 96, 128, *range(192, 513, 64), *range(640, 1025, 128), *range(1152, most, 128)]
     return [*(size for size in sizes if size < most), most]
 
 

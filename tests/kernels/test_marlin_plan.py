@@ -555,6 +555,16 @@ def test_heuristics_cover_every_size():
         assert tiling.split <= 32
 
 
+def test_tiles_are_not_left_half_empty():
+    """Of a wide matrix, whose tiles are of 256 tokens where those are full."""
+    units = (448, 32, 1056)
+    tiles = {m: hopper_config(m, units, GPU).tile_m for m in range(129, 4097)}
+    assert {m for m, tile in tiles.items() if tile == 128} == {
+        *range(257, 385), *range(513, 641), *range(769, 897)
+    }  # fmt: skip
+    assert set(tiles.values()) == {128, 256}
+
+
 def test_a_table_serves_its_weight_up_to_each_number_of_tokens(tmp_path, monkeypatch):
     rows = [
         {"n": 4096, "k": 4096, "m": 16, "config": {"rows": 64, "consumers": 1, "tile_m": 16,

@@ -18,7 +18,7 @@ from typing import Any
 
 from billfish.kernels.marlin.packing import UNIT_K, UNIT_N
 
-ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+ROWS = (1, 8, 16, 32, 64, 128, 256, 384, 512, 640, 1024, 2048, 4096)
 """Numbers of tokens that are tuned for."""
 
 

@@ -266,11 +266,9 @@ class LLM:
         ]
 
     def _bad_word_ids(self, params: SamplingParams) -> TokenSequences:
+        # What is no SamplingParams at all the engine refuses, by name.
         words = params.bad_words if isinstance(params, SamplingParams) else ()
-        try:
-            return [ids for word in words for ids in self.tokenizer.spellings(word)]
-        except InvalidRequestError as error:
-            raise InvalidRequestError("bad_words", error.reason) from error
+        return self.tokenizer.bad_word_ids(words)
 
     def _run(
         self, requests: list[Submission], cache_salt: str | None, progress: Progress | None

@@ -197,7 +197,7 @@ class Engine:
         """Queue a request. Nothing has changed if it is refused.
 
         max_tokens None generates for as long as max_model_len and the KV cache allow.
-        bad_word_ids: params.bad_words as token ids, in all spellings (`Tokenizer.spellings`).
+        bad_word_ids: params.bad_words as token ids, in all spellings (`Tokenizer.bad_word_ids`).
         cache_salt: only requests with the same one share blocks of equal beginnings, and so can
         tell by the time it takes whether another was there before; None is what all without one
         share.

@@ -10,9 +10,8 @@ from typing import ParamSpec, Protocol, TypeVar
 
 import msgspec
 
-from billfish.engine.request_checks import check_priority
+from billfish.engine.request_checks import Room, check_priority
 from billfish.errors import (
-    CapacityError,
     EngineDiedError,
     EngineUnavailableError,
     InvalidRequestError,
@@ -202,7 +201,7 @@ class EngineClient:
         """
         self._check(request)
         if request.sampling.bad_words and not request.bad_word_ids:
-            spelled = await self.run(0, self._spellings, request.sampling.bad_words)
+            spelled = await self.run(0, self.tokenizer.bad_word_ids, request.sampling.bad_words)
             request = msgspec.structs.replace(request, bad_word_ids=spelled)
             self._check(request)  # time has passed
         mailbox = Mailbox(request.request_id, request.sampling.n, self._closed)
@@ -270,13 +269,9 @@ class EngineClient:
         check_types(request)
         if request.request_id in self._streams:
             raise InvalidRequestError("request_id", f"{shown(request.request_id)} is in use")
-        longest = self.model.max_model_len
-        if len(request.prompt_token_ids) >= longest:  # do not even send it
-            raise CapacityError(
-                f"the prompt has {len(request.prompt_token_ids)} tokens and needs room for at "
-                f"least one more, but max_model_len is {longest} tokens: a prompt of at most "
-                f"{longest - 1} tokens fits"
-            )
+        # A prompt that can never fit is not even sent.
+        room = Room(self.model.max_model_len, self.model.num_blocks, self.model.block_size)
+        room.max_tokens(len(request.prompt_token_ids), None)
 
     def _refusal(self) -> Exception | None:
         """Why no request is taken now."""
@@ -296,12 +291,6 @@ class EngineClient:
     def _check_alive(self) -> None:
         if self._state in ("starting", "dead"):
             raise EngineUnavailableError(self._state, NOT_RUNNING[self._state])
-
-    def _spellings(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        try:
-            return tuple(ids for word in words for ids in self.tokenizer.spellings(word))
-        except InvalidRequestError as error:
-            raise InvalidRequestError("bad_words", error.reason) from error
 
     # What comes back.
 

@@ -136,6 +136,14 @@ class Tokenizer:
             raise InvalidRequestError("word", f"{shown(word)} has no tokens in this vocabulary")
         return tuple(sorted(found))
 
+    def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """All spellings of these words, for a request that must not write them. Raises what
+        `spellings` raises, for "bad_words"."""
+        try:
+            return tuple(ids for word in words for ids in self.spellings(word))
+        except InvalidRequestError as error:
+            raise InvalidRequestError("bad_words", error.reason) from error
+
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`: their token_bytes joined and read as UTF-8, U+FFFD where they are not.
 

@@ -288,6 +288,7 @@ class EngineConfig:
             raise ConfigError(f"cache must be a CacheConfig, got {shown(self.cache)}")
         if not isinstance(self.scheduler, SchedulerConfig):
             raise ConfigError(f"scheduler must be a SchedulerConfig, got {shown(self.scheduler)}")
+        check_swap(self.scheduler, self.cache.swap_blocks)
 
     def invariant(self) -> "EngineConfig":
         """With all that batch_invariant takes: prompts cut alike, and computed as a whole, since
@@ -298,6 +299,12 @@ class EngineConfig:
             scheduler=replace(self.scheduler, equal_chunks=True),
             cache=replace(self.cache, prefix_caching=False),
         )
+
+
+def check_swap(scheduler: SchedulerConfig, swap_blocks: int) -> None:
+    """ConfigError for requests that are to be swapped to nowhere."""
+    if scheduler.preemption == "swap" and swap_blocks == 0:
+        raise ConfigError('preemption is "swap" but swap_blocks is 0: give blocks of host memory')
 
 
 def _check_cost(name: str, value: object) -> None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
-from billfish.config import SchedulerConfig
+from billfish.config import SchedulerConfig, check_swap
 from billfish.engine.account import Account
 from billfish.engine.block_manager import BlockManager
 from billfish.engine.block_pool import BlockPool
@@ -476,6 +476,5 @@ class Engine:
 
 
 def _host_pool(config: SchedulerConfig, swap_blocks: int, block_size: int) -> BlockPool | None:
-    if config.preemption == "swap" and swap_blocks == 0:
-        raise ConfigError('preemption is "swap" but swap_blocks is 0: give blocks of host memory')
+    check_swap(config, swap_blocks)
     return BlockPool(swap_blocks, block_size) if swap_blocks else None

@@ -108,3 +108,11 @@ def test_blocks_that_are_not_written_cost_no_memory() -> None:
     memory[:, :, 5] = 1
     assert memory[:, :, :8].sum() == BLOCK_BYTES // 2
     assert resident() - before < 50 * 2**20
+
+
+def test_requests_that_are_to_be_swapped_need_blocks_to_go_to() -> None:
+    """Told before a model is loaded."""
+    swap = SchedulerConfig(preemption="swap")
+    with pytest.raises(ConfigError, match="swap_blocks is 0"):
+        EngineConfig(model="m", scheduler=swap)
+    assert EngineConfig(model="m", scheduler=swap, cache=CacheConfig(swap_blocks=1)).model == "m"

@@ -55,6 +55,8 @@ def command(
             raise ConfigError(f"--family is one of {', '.join(FAMILIES)}, not {name!r}")
     if source is not None and (quick or recorded or family):
         raise ConfigError("--from shows a file as it is: without --quick, --recorded and --family")
+    if quick and recorded:
+        raise ConfigError("--quick shortens measuring, and --recorded measures nothing")
     if source_url is not None and not source_url.startswith(("https://", "http://")):
         raise ConfigError(f"--source-url begins with https:// or http://, not {source_url!r}")
     json_file, html = _targets(out, json_file, html)

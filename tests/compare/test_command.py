@@ -65,7 +65,8 @@ def test_one_family_and_links_to_the_web(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--family", "cuda"), ("--quick",), ("--out", "report.pdf"), ("--from", "x.json", "--quick"),
+    [("--family", "cuda"), ("--quick",), ("--quick", "--recorded"), ("--out", "report.pdf"),
+     ("--from", "x.json", "--quick"),
      ("--out", "a.json", "--json", "b.json"), ("--source-url", "javascript:alert(1)")],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(arguments, tmp_path, monkeypatch):

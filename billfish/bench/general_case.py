@@ -34,8 +34,8 @@ Function = Callable[..., Any]
 Math = torch.dtype | str
 """In what products of matrices are computed: a dtype, or "tf32"."""
 
-MODULES = {"cupy": "cupy", "cub": "cupy", "cufft": "cupy", "cusparse": "cupy",
-           "liger": "liger_kernel", "flashinfer": "flashinfer"}  # fmt: skip
+MODULES = {"cupy": "cupy", "cub": "cupy", "cufft": "cupy", "liger": "liger_kernel",
+           "flashinfer": "flashinfer"}  # fmt: skip
 """What a peer needs besides torch, by the first word of its name."""
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

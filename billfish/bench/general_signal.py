@@ -27,6 +27,7 @@ def cases() -> list[Case]:
         convolve2d(8, 4096, 7, torch.float32),
         convolve2d(1, 4096, 31, torch.float32),
         convolve2d(32, 4096, 5, torch.uint8),
+        separable_convolve2d(8, 4096, 5, torch.float32),
         separable_convolve2d(8, 4096, 9, torch.float32),
         separable_convolve2d(8, 4096, 31, torch.float32),
         sobel(8, 4096, torch.float32),
@@ -44,6 +45,7 @@ def tiny() -> list[Case]:
         fft("rfft", 2, 64, torch.float32),
         convolve2d(2, 20, 5, torch.float32),
         convolve2d(1, 20, 3, torch.uint8),
+        separable_convolve2d(2, 20, 3, torch.float32),
         separable_convolve2d(2, 20, 7, torch.float32),
         sobel(2, 20, torch.float32),
         bilateral(1, 20, 2, torch.float32),
@@ -174,7 +176,7 @@ def separable_convolve2d(count: int, side: int, window: int, dtype: torch.dtype)
         weights = torch.rand(window, device=device)
         return _draw_images(count, side, dtype, device), weights / weights.sum()
 
-    small = window <= 9
+    small = window <= 5
 
     def off(x: Tensor, weights: Tensor) -> Tensor:
         from billfish.kernels.general import convolve2d_gpu

@@ -130,11 +130,12 @@ KNOWN: dict[tuple[str, str], _Known] = {
         "along z, so that each value is of another line.",
         ("stencil_gpu:_step_kernel", "stencil_gpu:heat_equation"),
     ),
-    ("heat_equation", "steps fused"): _Known(
-        "fused",
-        "Several steps in one march through the grid, which is read and written once for all of "
-        "them. Without: one step a launch.",
-        ("stencil_gpu:_march_kernel", "stencil_gpu:_march"),
+    ("heat_equation", "one step a launch"): _Known(
+        "cached",
+        "Planes stay in registers for as long as they are neighbours; those along y are in the L1 "
+        "cache. Without: so many steps in one march through the grid, which is read and written "
+        "once for all of them, but each goes through the L2 cache for its neighbours along y.",
+        ("stencil_gpu:_step_kernel", "stencil_gpu:_march_kernel"),
     ),
     ("nbody_acceleration", "tiles in shared memory"): _Known(
         "shared",
@@ -167,7 +168,7 @@ KNOWN: dict[tuple[str, str], _Known] = {
     ("separable_convolve2d", "fused"): _Known(
         "fused",
         "Both directions in one launch. Without: two, and what is between is written and read.",
-        ("convolve2d_gpu:_separable_kernel",),
+        ("convolve2d_gpu:_side_kernel",),
     ),
     ("separable_convolve2d", "two launches"): _Known(
         "cached",

@@ -74,10 +74,22 @@ def test_convolve2d(monkeypatch):
 def test_separable_convolve2d(monkeypatch):
     x, side = torch.empty(1, 4096, 4096, dtype=torch.uint8), torch.empty(9)
     launch = lambda: convolve2d_gpu.separable_convolve2d(  # noqa: E731
-        x, side, side, "reflect", 0.0
+        x, side, side, "reflect", 0.0, fused=True
     )
     code = of_both(monkeypatch, convolve2d_gpu, "_separable_kernel", launch)
     assert code.count("FFMA") > 3 * code.count("LDG.E.U8")
+
+
+@pytest.mark.parametrize(("window", "rows"), [(3, 8), (5, 4)])
+def test_separable_convolve2d_of_short_sides(monkeypatch, window, rows):
+    x, side = torch.empty(1, 4096, 4096), torch.empty(window)
+    launch = lambda: convolve2d_gpu.separable_convolve2d(  # noqa: E731
+        x, side, side, "reflect", 0.0
+    )
+    code = of_both(monkeypatch, convolve2d_gpu, "_side_kernel", launch)
+    # Each row of four columns is read once.
+    assert code.count("LDG.E.128") == rows + window - 1
+    assert code.count("STG.E.128") == rows
 
 
 def test_separable_convolve2d_in_two_launches(monkeypatch):

@@ -110,7 +110,9 @@ def test_convolve2d(mode, dtype):
 def test_separable_convolve2d(mode, dtype):
     value = 0.1 if mode == "constant" else 0.0
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for shape, window in (((2, 5, 6), (3, 5)), ((1, 9, 4), (3, 1)), ((1, 2, 1540), (1, 3))):
+    for shape, window in (
+        ((2, 5, 6), (3, 5)), ((1, 9, 4), (3, 1)), ((1, 2, 1540), (1, 3)), ((1, 4, 5), (7, 3)),
+    ):  # fmt: skip
         x = draw(*shape, dtype=dtype)
         column, row = (draw(size, dtype=wide, seed=size) for size in window)
         if dtype == torch.uint8:

@@ -7,9 +7,9 @@ shifts along a row are read again, out of the first-level cache.
 
 A window that is a column times a row (a Gaussian, a box) needs height + width products a pixel, not
 height x width. `separable_convolve2d` does both in one launch where the window is small: the rows'
-results stay in registers until the columns' are done. With long sides, most rows that a program
-filters are for its neighbours' windows: two launches, each of a side, with four columns to a
-thread, are less work, though what is between them is written and read.
+results stay in registers until the columns' are done. With sides longer than 5, too many rows
+that a program filters are for its neighbours' windows: two launches, each of a side, are less work,
+though what is between them is written and read. Either way a thread has four columns.
 
 The techniques' switches: `convolve2d_gpu.convolve2d(..., reuse=False)`: a row at a time, each value
 read for each product; `convolve2d_gpu.separable_convolve2d(..., fused=)`: False is two launches,

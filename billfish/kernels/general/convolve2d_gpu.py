@@ -93,8 +93,8 @@ def _side_kernel(
     VALUE: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr,
     LANES: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """As _separable_kernel, of a window of one row or one column: a lane has four columns side by
-    side, and reads what their windows cover of a row once, four values at a time."""
+    """As _separable_kernel: a lane has four columns side by side, and reads what their windows
+    cover of a row once, four values at a time."""
     AHEAD: tl.constexpr = (KW // 2 + 3) // 4
     SHIFT: tl.constexpr = 4 * AHEAD - KW // 2
     image, top, at, edge = quad_strip(width, tiles_y, tiles_x, ROWS, LANES, 4 * AHEAD)
@@ -132,19 +132,22 @@ def _side_kernel(
             put_quads(out + (image * rows + top + r) * width, at, width, *results)
 
 
-SHORT = 9
+NARROW = 9
+"""Weights of a side up to which a thread has registers for eight rows of two columns."""
+
+SHORT = 5
 """Weights of a side up to which rows that a program filters for its neighbours, too, cost less than
 what is between two launches, written and read."""
 
 
 def _rows(window: int) -> int:
     """Rows of a program: the more, the less of its reads are for its neighbours' rows."""
-    return 8 if window <= SHORT else 16
+    return 8 if window <= NARROW else 16
 
 
 def _columns(window: int) -> int:
     """Columns of a program: two a thread, or one where a thread's rows fill its registers."""
-    return 256 if window <= SHORT else 128
+    return 256 if window <= NARROW else 128
 
 
 def convolve2d(
@@ -196,16 +199,18 @@ def _separable(
     x: Tensor, column: Tensor, row: Tensor, out: Tensor, shift: int, mode: str, value: float
 ) -> None:
     images, height, width = x.shape
-    rows, columns = _rows(column.shape[0]), _columns(column.shape[0])
+    down, along = column.shape[0], row.shape[0]
+    rows, columns = _rows(down), _columns(down)
     kernel, size, warps = _separable_kernel, {"COLUMNS": columns}, 4
     # Four columns of 64 bits are more than a thread reads at once.
-    if min(column.shape[0], row.shape[0]) == 1 and row.dtype == torch.float32:
-        rows = 4 if column.shape[0] == 1 else rows
+    if row.dtype == torch.float32 and (min(down, along) == 1 or max(down, along) <= SHORT):
+        # What a thread holds of a window of both grows with its rows.
+        rows = 4 if down == 1 or (along > 1 and max(down, along) > 3) else rows
         lanes = min(128, max(32, triton.next_power_of_2(triton.cdiv(width, 4))))
         kernel, size, warps, columns = _side_kernel, {"LANES": lanes}, lanes // 32, 4 * lanes
-    across, down = triton.cdiv(width, columns), triton.cdiv(out.shape[1], rows)
-    kernel[(across * down * images,)](
-        x, column, row, out, height, width, out.shape[1], shift, down, across,
-        VALUE=value, KH=column.shape[0], KW=row.shape[0], ROWS=rows, **size, MODE=mode,
+    tiles_y, tiles_x = triton.cdiv(out.shape[1], rows), triton.cdiv(width, columns)
+    kernel[(tiles_x * tiles_y * images,)](
+        x, column, row, out, height, width, out.shape[1], shift, tiles_y, tiles_x,
+        VALUE=value, KH=down, KW=along, ROWS=rows, **size, MODE=mode,
         DTYPE=TYPES[row.dtype], num_warps=warps,
     )  # fmt: skip

@@ -7,16 +7,20 @@ crosses the memory bus.
 
 A program owns a tile of (y, x) and marches along z. Planes it has read stay in registers for as
 long as they are neighbours; neighbours in a plane are read once more, from the L1 cache that the
-plane came through. That is one step a launch.
+plane came through, but for those along x that the same 16 bytes brought: these are in the same
+thread. That is one step a launch.
 
 And it can take several steps in the same march: one plane behind the values that are read come
 those of a step later, one behind these the next, so that a grid is read and written once for all of
 them. Planes between are written to a scratch that stays in the caches, for the neighbours along y;
 those along x are in a thread's own registers, or one shuffle away. The price is a rim: each further
-step makes one more ring of a tile wrong, which the tiles beside it compute right.
+step makes one more ring of a tile wrong, which the tiles beside it compute right. On an H200 one
+step a launch is faster for grids of any size that was tried, so it is what is done unless a number
+is given.
 
-The technique's switches: `stencil_gpu.heat_equation(..., fused=1)` is one step a launch,
-`coalesced=False` lays a tile's fast side along z, so that each value read is of another line.
+The technique's switches: `stencil_gpu.heat_equation(..., fused=2)`, or 3 or 4, are as many steps a
+launch, `coalesced=False` lays a tile's fast side along z, so that each value read is of another
+line.
 """
 
 from collections.abc import Callable, Sequence

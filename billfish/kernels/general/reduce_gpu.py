@@ -9,12 +9,15 @@ from billfish.kernels.general._arguments import accumulator, identity, result
 from billfish.kernels.general._triton import TYPES, combine, fold
 from billfish.kernels.general.gpu import _on
 
-PARTS = 1056
-"""Programs one result is shared by, at most: as many as an H200 runs at once, the same on all GPUs.
-Half as many of values that are all in a row, of which each program reads more at a time."""
+PARTS = 2112
+"""Programs one result is shared by, at most: some for each multiprocessor, the same on all GPUs.
+Half as many of results side by side: as many as an H200 runs at once."""
 
 TILE = 4096
-"""Values a program reads at a time; twice as many where values in a row are shared by several."""
+"""Values a program reads at a time."""
+
+FEW = 16
+"""Results up to which a fourth of the programs, which read twice as much at a time, are enough."""
 
 
 @triton.jit
@@ -106,10 +109,11 @@ def reduce(x: Tensor, op: str, *, fused: bool = True, block: int | None = None) 
     blocks = triton.cdiv(inner, width)
     groups = outer * blocks
     strided = width == 1
-    most = max(1, (PARTS // 2 if strided else PARTS) // groups)
-    tile = 2 * TILE if strided and most > 1 and n > TILE else TILE // width
+    most, tile = PARTS if strided else PARTS // 2, TILE // width
+    if strided and groups <= FEW and n > TILE:
+        most, tile = PARTS // 4, 2 * TILE
     block = block or max(32, min(tile, triton.next_power_of_2(n)))
-    wanted = min(most, max(1, SPACE_LIMIT // width))
+    wanted = min(max(1, most // groups), max(1, SPACE_LIMIT // width))
     part_size = triton.cdiv(triton.cdiv(n, block), wanted) * block
     parts = triton.cdiv(n, part_size)
     partial = torch.empty((groups, parts, width) if parts > 1 else 0, dtype=kind, device=x.device)

@@ -13,6 +13,7 @@ from billfish.kernels.marlin.hopper_plan import max_stages
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "stream_k": {"stream_k": False},
     "equal parts": {"parts": 0},
+    "owners of tiles": {"owned": False},
     "early launch": {"pdl": False},
     "double buffering": {"overlap": False, "carry": False},
     "carried products": {"carry": False},
@@ -25,7 +26,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 }
 """What turns each technique off."""
 
-ABLATED = ((4096, 4096), (57344, 8192))
+ABLATED = ((4096, 4096), (57344, 8192), (28672, 4096))
 """(N, K) of the products in which techniques are switched off."""
 DEPTHS = (1, 2, 4, 8)
 """Stages of the queue that are timed, where shared memory has room: 1 loads nothing ahead."""

@@ -79,10 +79,10 @@ def candidates(m: int) -> list[HopperConfig]:
         forms = [form for form in forms if form.tile_m > 64 or m <= 256]
         forms.append(HopperConfig(rows=64, consumers=2, tile_m=256, stages=3, **large))
     if m <= 256:
-        others: list[dict[str, Any]] = [{"stream_k": False}, {"sharing_cost": 2}]
+        others: list[dict[str, Any]] = [{"stream_k": False}, {"sharing_cost": 2}, {"owned": True}]
         others += [{"parts": parts} for parts in (2, 3, 4)]
         return forms + [replace(form, **other) for other in others for form in forms]
-    return [
+    return [replace(form, owned=True, sharing_cost=8) for form in forms] + [
         replace(form, group_m=group, keep_x=keep)
         for form in forms
         for group in (8, 16)

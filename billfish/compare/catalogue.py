@@ -110,11 +110,25 @@ MARLIN_TECHNIQUES = (
     Technique(
         "Equal parts",
         "Where tiles are shared, each gets a number of blocks of its own, so that no block adds up "
-        "in two tiles, and the last to arrive loads four sums at a time. Without: even shares of a "
-        "grid that fills the GPU.",
+        "in two tiles, and the last to arrive loads up to eight sums at a time. Without: even "
+        "shares of a grid that fills the GPU.",
         "HopperConfig(parts=0)",
         (f"{MARLIN}.hopper_plan:divide", f"{_SCHEDULE}:_finish_shared|if out.TOGETHER == 1"),
         (_gemm("equal parts"),),
+    ),
+    Technique(
+        "Owners of tiles",
+        "A large tile that is shared belongs to a block, which computes its first steps after all "
+        "else; others have computed the last ones before all else and left their sums. The owner "
+        "adds them to its own, which never leave its registers. Without: even shares of the steps, "
+        "and every block leaves its sums.",
+        "HopperConfig(owned=False)",
+        (
+            f"{MARLIN}.hopper_plan:_owned",
+            f"{_SCHEDULE}:Schedule.helper",
+            f"{_SCHEDULE}:_finish_owned",
+        ),
+        (_gemm("owners of tiles"),),
     ),
     Technique(
         "Double buffering",

@@ -38,7 +38,7 @@ KINDS = tuple(itertools.product((128, 64, 32, 16), ("symmetric", "integer", "off
 # Bytes that the assembler may spill, by (rows, consumers, tile_m); the larger figure is that of
 # Triton 3.7's assembler. These kernels trade a few registers for another block or for two more
 # consumers a multiprocessor, or for the widest tile, and were the fastest on an H200 for all that.
-SPILLS = {(128, 1, 16): 20, (64, 2, 32): 8, (64, 2, 256): 48, (128, 2, 128): 16}
+SPILLS = {(128, 1, 16): 20, (64, 2, 16): 4, (64, 2, 32): 8, (64, 2, 256): 48, (128, 2, 128): 16}
 
 
 def units_for(n, k, group_size, zero_point):
@@ -58,7 +58,8 @@ def shipped_configs() -> list[HopperConfig]:
         for (gpu, batch_invariant), m, (n, k) in itertools.product(ways, rows, shapes)
     )
     same = {"grid_per_sm": 1, "sharing_cost": 10, "stream_k": True, "group_m": 8, "keep_x": True}
-    configs_ = (replace(config, **same, parts=2 if config.together > 1 else 0) for config in chosen)
+    parts = {1: 0, 4: 2, 8: 8}  # as many as make a kernel that loads so many sums together
+    configs_ = (replace(config, **same, parts=parts[config.together]) for config in chosen)
     return list(dict.fromkeys(configs_))
 
 

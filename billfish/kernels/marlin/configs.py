@@ -78,6 +78,13 @@ class HopperConfig:
             return 8
         return 4 if self.parts and size <= 2048 else 1
 
+    def shares(self, tiles: int, steps: int, slots: int) -> bool:
+        """Whether some of `tiles` are shared: `slots` blocks would idle for long if none were."""
+        waves = -(-tiles // slots)
+        idle = (waves - tiles / slots) * steps
+        pays = idle > self.sharing_cost and idle > 0.05 * waves * steps
+        return self.stream_k and steps > 1 and pays
+
     def stage_bytes(self, meta_rows: int) -> int:
         """Shared memory of one stage; `meta_rows`: scales and zeros a row of a unit."""
         return self.tile_n * (64 + 2 * meta_rows) + self.tile_m * 256
@@ -155,10 +162,16 @@ def _by_rule(m: int, units: tuple[int, ...], processors: int) -> HopperConfig:
     # 128 compute so much less that it outweighs what they take longer a token.
     half_empty = 1.12 * (-(-m // 128) * 128) < -(-m // 256) * 256
     if m > 128 and not half_empty and (tiles >= 0.8 * waves * processors or waves > 4):
-        return HopperConfig(rows=64, consumers=2, tile_m=256, stages=3, sum_scale=False)
-    return HopperConfig(
-        rows=64, consumers=2, tile_m=128, stages=4, sum_scale=False, carry=megabytes < 0.8
-    )
+        config = HopperConfig(rows=64, consumers=2, tile_m=256, stages=3, sum_scale=False)
+        owned = replace(config, owned=True, sharing_cost=8)
+    else:
+        config = HopperConfig(
+            rows=64, consumers=2, tile_m=128, stages=4, sum_scale=False, carry=megabytes < 0.8
+        )
+        owned = replace(config, owned=True)
+    # Owners pay where all blocks have whole tiles, too: helpers then come well before them.
+    tiles = -(-blocks // 2) * -(-m // config.tile_m)
+    return owned if tiles > processors and owned.shares(tiles, steps, processors) else config
 
 
 def triton_config(

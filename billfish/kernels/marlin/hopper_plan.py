@@ -59,10 +59,7 @@ def divide(config: HopperConfig, m: int, n_units: int, steps: int, processors: i
     if config.stream_k and config.parts and not config.owned and steps % config.parts == 0:
         parts = config.parts
         return Division(tiles * parts, steps, tiles_n, tiles_m, 0, steps // parts, 0)
-    waves = -(-tiles // slots)
-    idle = (waves - tiles / slots) * steps  # steps that a block idles if all tiles stay whole
-    pays = idle > config.sharing_cost and idle > 0.05 * waves * steps
-    if not config.stream_k or steps == 1 or not pays:
+    if not config.shares(tiles, steps, slots):
         return Division(min(slots, tiles), steps, tiles_n, tiles_m, tiles, 0, 0)
     if config.owned:
         return _owned(slots, steps, tiles_n, tiles_m)

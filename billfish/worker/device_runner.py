@@ -65,6 +65,7 @@ class DeviceRunner:
         self._parked: ParkedWeights | None = None
         self._cache_shape: tuple[int, ...] = ()
         self._cache_bytes = 0
+        self._peak = 0
         self.rules = DeviceRules(self.batch.token_table)
         self._make_plans = partial(_attention_plans, model, kv_cache, max_num_seqs, batch_invariant)
         self._plans = self._make_plans()
@@ -168,7 +169,16 @@ class DeviceRunner:
         logits = self.model.logits(hidden[rows])[:, : self.vocab_size]
         logits.float().softmax(dim=-1, dtype=torch.float64)
         torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+        self._peak = torch.cuda.max_memory_allocated(device) - before
+        return self._peak
+
+    def reserve(self) -> None:
+        """Take the memory that was measured from the driver at once, for steps to use parts of it.
+
+        Asked in the midst of steps, the driver first waits for the GPU, and others may have taken
+        it. To be called after `capture`, which gives back all that is not in use.
+        """
+        torch.empty(self._peak, dtype=torch.uint8, device=self.device)
 
     def sleep(self) -> None:
         """Give the memory of weights, KV cache and graphs back; the weights wait in host memory.
@@ -199,6 +209,7 @@ class DeviceRunner:
             self.kv_cache[:, :, NULL_BLOCK] = 0
             unpark(self._parked)
             self.capture()
+            self.reserve()
         except torch.OutOfMemoryError as error:
             cause = error.with_traceback(None)  # what it holds of the calls would not be freed
             self._decode_graphs.release()

@@ -160,6 +160,7 @@ def _brought_up(setting: Setting, load: Load, plan: MemoryPlan, max_model_len: i
     free = torch.cuda.mem_get_info(device)[0]
     runner.capture()
     plan = replace(plan, graphs=max(0, free - torch.cuda.mem_get_info(device)[0]))
+    runner.reserve()
     seconds.add("graphs")
     logger.info("%s", plan)
     logger.info("started in %s", seconds)

@@ -10,6 +10,7 @@ from billfish.layers.linear import Int8Linear, Linear, QuantLinear
 from billfish.models import random_weights
 from billfish.sampling_params import SamplingParams
 from billfish.worker import start as starting
+from billfish.worker.device_runner import DeviceRunner
 from billfish.worker.start import Setting
 
 CONFIG = random_weights.SHAPES["tiny"]
@@ -79,6 +80,31 @@ def test_graphs_are_captured_of_no_requests(gpu) -> None:
             assert runner._decode(4).shape == (4, CONFIG.vocab_size)
         header.send({"query_start": [0, 200], "seq_lens": [200], "rows": [0], "found": [200]})
         runner.capture()  # as after sleep
+
+
+def test_what_the_largest_step_takes_is_there_before_any_step(gpu, monkeypatch) -> None:
+    """After the graphs, whose capture gives back what is not in use; and again after a sleep."""
+    called: list[object] = []
+
+    def noted(name: str):
+        method = getattr(DeviceRunner, name)
+        return lambda self: (called.append(name), method(self))
+
+    for name in ("capture", "reserve"):
+        monkeypatch.setattr(DeviceRunner, name, noted(name))
+    empty = torch.empty
+    runner = starting._start_on_gpu(setting(), load).executor
+    assert called == ["capture", "reserve"]
+
+    def watched(*size, **options):
+        if options.get("dtype") == torch.uint8:
+            called.append(size)
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", watched)
+    runner.sleep()
+    runner.wake()
+    assert called[2:] == ["capture", "reserve", (3 * MIB,)]
 
 
 def test_nothing_is_loaded_where_it_cannot_fit(gpu) -> None:

@@ -198,6 +198,7 @@ def _memory(picture: Json, cache: Json | None, href: Href) -> str:
             + (f" (in {number(c['blocks'])} blocks)" if c["blocks"] else "")
             for c in cache["contiguous"]
         )
+        speed += "."
     return figure(
         "The same memory, with blocks and without",
         table(head, rows),

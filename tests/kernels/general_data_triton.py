@@ -21,21 +21,10 @@ from billfish.kernels.general import (
     transpose_gpu,
 )
 from billfish.kernels.general._arguments import BITS
+from tests.kernels.general_inputs import draw, exact
 
 SUM_TYPES = [torch.float32, torch.float16, torch.float64, torch.int32, torch.uint8]
 SOME_TYPES = [torch.float32, torch.float16, torch.uint8]
-
-
-def draw(*shape, dtype=torch.float32, seed=0):
-    rng = torch.Generator().manual_seed(seed)
-    if dtype.is_floating_point:
-        return torch.randn(*shape, generator=rng, dtype=torch.float64).to(dtype)
-    low = 0 if dtype == torch.uint8 else -100
-    return torch.randint(low, 100, shape, generator=rng, dtype=dtype)
-
-
-def exact(x):
-    return x.double() if x.dtype.is_floating_point else x
 
 
 def close(got, want):

@@ -16,13 +16,9 @@ from billfish.kernels.general import (
     spmv_gpu,
     stencil_gpu,
 )
+from tests.kernels.general_inputs import draw
 
 ROUNDING = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 2.0**-11}
-
-
-def draw(*shape, dtype=torch.float32, seed=0):
-    rng = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=rng, dtype=torch.float64).to(dtype)
 
 
 def close(got, want, tolerance=None):

@@ -10,14 +10,7 @@ import torch
 from billfish.kernels import general
 from billfish.kernels.general import bilateral_gpu, convolve2d_gpu, fft_gpu, fir_gpu, sobel_gpu
 from billfish.kernels.general._image import rounded
-
-
-def draw(*shape, dtype=torch.float32, seed=0):
-    rng = torch.Generator().manual_seed(seed)
-    if dtype == torch.uint8:
-        return torch.randint(0, 256, shape, generator=rng, dtype=dtype)
-    wide = torch.complex128 if dtype.is_complex else torch.float64
-    return torch.randn(*shape, generator=rng, dtype=wide).to(dtype)
+from tests.kernels.general_inputs import draw
 
 
 def check_fft(x, n, kind="fft", **options):

@@ -16,12 +16,9 @@ from billfish.kernels.general import (
     rotary_gpu,
     softmax_gpu,
 )
+from tests.kernels.general_inputs import draw
 
 DTYPES = (torch.float32, torch.float16)
-
-
-def draw(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def close(got, want, slack=1e-5):

@@ -5,13 +5,10 @@ import torch
 
 from billfish.errors import KernelArgumentError
 from billfish.kernels import general
+from tests.kernels.general_inputs import draw
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-
-
-def draw(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def assert_rounded_once(result, exact, dtype, slack):

@@ -9,16 +9,12 @@ from torch.library import opcheck
 from billfish.errors import KernelArgumentError
 from billfish.kernels import general
 from billfish.kernels.general import monte_carlo
+from tests.kernels.general_inputs import draw
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {
     torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11,
 }  # fmt: skip
-
-
-def draw(*shape, dtype=torch.float32, seed=0):
-    rng = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=rng, dtype=torch.float64).to(dtype)
 
 
 def close(got, want, tolerance=None):

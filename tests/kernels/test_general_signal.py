@@ -9,16 +9,9 @@ from torch.library import opcheck
 from billfish.errors import KernelArgumentError
 from billfish.kernels import general
 from billfish.kernels.general import _fft_plan as plan
+from tests.kernels.general_inputs import draw
 
 DOUBLES = (torch.float64, torch.complex128)
-
-
-def draw(*shape, dtype=torch.float32, seed=0):
-    rng = torch.Generator().manual_seed(seed)
-    if dtype == torch.uint8:
-        return torch.randint(0, 256, shape, generator=rng, dtype=dtype)
-    wide = torch.complex128 if dtype.is_complex else torch.float64
-    return torch.randn(*shape, generator=rng, dtype=wide).to(dtype)
 
 
 def near(got, want, double):

@@ -9,14 +9,11 @@ from torch.nn import functional
 
 from billfish.errors import KernelArgumentError
 from billfish.kernels import general
+from tests.kernels.general_inputs import draw
 from tests.kernels.small_transformer import loss_curves
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-
-
-def draw(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def close(got, want, slack=1e-5):

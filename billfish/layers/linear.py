@@ -76,12 +76,16 @@ class QuantLinear(nn.Module):
         }  # fmt: skip
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Packs a saved weight for this layer's device. Its shape must be this layer's."""
-        shape = tuple(state["codes"].shape)
-        if shape != (self.weight.n, self.weight.k):
-            expected = (self.weight.n, self.weight.k)
+        """Packs a saved weight for this layer's device and dtype, which stay, as those of a dense
+        layer do. KernelArgumentError: it is none, or has not this layer's shape."""
+        if not isinstance(state, dict) or not state.keys() >= _STATE:
+            raise KernelArgumentError(f"saved weight: got none, expected {sorted(_STATE)}")
+        weight = self.weight
+        shape, expected = tuple(getattr(state["codes"], "shape", ())), (weight.n, weight.k)
+        if shape != expected:
             raise KernelArgumentError(f"saved weight: got {shape}, expected {expected}")
-        self.weight = _packed_on(self.weight.device, **state)
+        kept = {name: state[name] for name in _STATE}
+        self.weight = _packed_on(weight.device, **{**kept, "dtype": weight.dtype})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantLinear":
         # What fn does to a tensor of this dtype here is what it asks of the weight.
@@ -101,6 +105,12 @@ class QuantLinear(nn.Module):
         w = self.weight
         gated = ", silu_mul" if w.silu_mul else ""
         return f"in={w.k}, out={w.outputs}, int4, group={w.group_size}, dtype={w.dtype}{gated}"
+
+
+_STATE = {
+    "codes", "scales", "zeros", "offsets", "g_idx", "group_size", "dtype", "silu_mul",
+}  # fmt: skip
+"""What `QuantLinear.get_extra_state` tells."""
 
 
 def _packed_on(device: torch.device, **state: Any) -> marlin.PackedWeight:

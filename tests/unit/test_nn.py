@@ -171,6 +171,24 @@ def test_saved_and_loaded_with_the_model(symmetric: bool) -> None:
         QuantLinear.from_linear(nn.Linear(64, 32)).set_extra_state(model.shared.get_extra_state())
 
 
+def test_what_is_loaded_comes_in_the_dtype_of_the_layer() -> None:
+    """Weight and bias alike, as in a dense layer: else neither dtype would do for x."""
+    torch.manual_seed(0)
+    saved = QuantLinear.from_linear(nn.Linear(64, 32).bfloat16(), group_size=32)
+    x = torch.randn(3, 64)
+    for dtype in (torch.float16, torch.float32, torch.bfloat16):
+        layer = QuantLinear.from_linear(nn.Linear(64, 32).to(dtype))
+        layer.load_state_dict(saved.state_dict())
+        assert layer.weight.dtype == layer.bias.dtype == dtype
+        y, want = layer(x.to(dtype)), saved(x.bfloat16())
+        torch.testing.assert_close(y.float(), want.float(), rtol=0.05, atol=0.05)
+        assert torch.equal(layer.weight.unpack()[0], saved.weight.unpack()[0])
+    for damaged in ({"codes": None}, None, {**saved.get_extra_state(), "codes": 3}):
+        with pytest.raises(KernelArgumentError, match="saved weight"):
+            saved.set_extra_state(damaged)
+    assert saved(x.bfloat16()).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gate_and_up_in_one_layer(dtype: torch.dtype) -> None:
     """silu(gate) * up of merged rows, with a residual; saved, loaded and cast with what it is."""

@@ -218,6 +218,31 @@ def test_gate_and_up_in_one_layer(dtype: torch.dtype) -> None:
     assert layer.to(torch.float16).weight.silu_mul
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_modules_of_torch_that_read_weights_themselves(symmetric: bool) -> None:
+    """In inference a layer of torch's encoder calls one function with the weights of its linear
+    layers, unless these are of another kind."""
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(64, 4, 96, batch_first=True), 2, enable_nested_tensor=False
+    ).eval()
+    x = torch.randn(2, 5, 64)
+    quantize_(encoder, group_size=32, symmetric=symmetric)
+    layers = [module for module in encoder.modules() if isinstance(module, QuantLinear)]
+    assert len(layers) == 4
+    with torch.no_grad():
+        y = encoder(x)
+        dense = copy.deepcopy(encoder)
+        for layer in dense.layers:
+            for name in ("linear1", "linear2"):
+                packed = getattr(layer, name)
+                linear = nn.Linear(packed.in_features, packed.out_features)
+                linear.weight.copy_(packed.weight.dequantize())
+                linear.bias.copy_(packed.bias)
+                setattr(layer, name, linear)
+        torch.testing.assert_close(y, dense(x), rtol=1e-3, atol=1e-4)
+
+
 def test_compiles_without_a_break() -> None:
     torch.manual_seed(0)
     model, x = quantize_(Model(), group_size=32).eval(), torch.randn(5, 64)

@@ -37,6 +37,14 @@ class PackedWeight:
     g_idx: Tensor | None = None
     perm: Tensor | None = None
 
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """No function of torch takes one. Modules that read the weight of a linear layer beside
+        its `forward`, as torch's TransformerEncoderLayer does, ask for this and then do without."""
+        return NotImplemented
+
     @property
     def outputs(self) -> int:
         """Columns of a product: n, or n / 2 of a weight packed with `silu_mul`."""

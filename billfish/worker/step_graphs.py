@@ -15,8 +15,8 @@ _LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224)
 
 
 LARGEST_MIXED = 2048
-"""Tokens of the largest step with prompts that is a graph. Larger ones keep a GPU busy for longer
-than their launches take."""
+"""Tokens of the largest step with prompts that is a graph. Larger ones keep a GPU busy while the
+kernels of the next are launched."""
 
 
 def ladder(max_num_seqs: int) -> list[int]:

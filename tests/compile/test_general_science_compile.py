@@ -22,6 +22,7 @@ if triton.knobs.runtime.interpret:
     ("dtype", "boundary", "fused"),
     [
         (torch.float32, "dirichlet", 2),
+        (torch.float32, "dirichlet", 1),
         (torch.float32, "periodic", 1),
         (torch.float64, "neumann", 2),
         (torch.float64, "dirichlet", 1),

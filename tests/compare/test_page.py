@@ -100,12 +100,6 @@ def longest_first(parts):
     return sorted((each for each in found if re.search(r"\d", each)), key=len, reverse=True)
 
 
-@pytest.fixture(scope="module")
-def complete(recorded):
-    """With general kernels too, which are made up."""
-    return build.comparison({**recorded, **general_records()}, FAMILIES, gpu=None)
-
-
 @pytest.mark.parametrize("which", ["recorded", "complete"])
 def test_every_figure_is_the_documents(document, complete, which):
     document = complete if which == "complete" else document

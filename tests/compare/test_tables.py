@@ -9,7 +9,7 @@ from billfish.bench.tutorial import STEPS
 from billfish.compare import build, tables
 from billfish.compare.records import Record
 from billfish.errors import RecordError
-from tests.compare.conftest import FAMILIES, HEAD, general_records
+from tests.compare.conftest import HEAD, general_records
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -19,12 +19,6 @@ def cells(table):
     """Rows of a table of Markdown, without its head."""
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
     return rows[2:]
-
-
-@pytest.fixture(scope="module")
-def complete(recorded):
-    """With general kernels too, which are made up."""
-    return build.comparison({**recorded, **general_records()}, FAMILIES, gpu=None)
 
 
 def test_the_documentation_is_of_these_records(document):

@@ -9,13 +9,7 @@ from rich.console import Console
 
 from billfish.compare import build, terminal
 from billfish.compare.figures import shown
-from tests.compare.conftest import FAMILIES, general_records
-
-
-@pytest.fixture(scope="module")
-def complete(recorded):
-    """With general kernels too, which are made up."""
-    return build.comparison({**recorded, **general_records()}, FAMILIES, gpu=None)
+from tests.compare.conftest import FAMILIES
 
 
 def at_width(document, width):

@@ -10,7 +10,7 @@ import io
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,19 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import code_generator
 from triton.runtime import driver
 
+ARCHITECTURES = {80: "sm_80", 90: "sm_90a"}
+"""What code of a compute capability is compiled for."""
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class Recorder:
+    """Stands for a kernel: keeps the arguments of its launch."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        def launch(*arguments: Any, **keywords: Any) -> None:
+            self.arguments, self.keywords = arguments, keywords
+
+        return launch
 
 
 class FakeDriver:

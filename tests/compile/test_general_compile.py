@@ -30,22 +30,16 @@ from billfish.kernels.general import (
 )
 from billfish.kernels.general.elementwise import FUNCTIONS
 from billfish.worker import step_inputs, step_inputs_gpu
-from tests.compile.offline import MachineCode, fake_device, machine_code
+from tests.compile.offline import (
+    ARCHITECTURES,
+    MachineCode,
+    Recorder,
+    fake_device,
+    machine_code,
+)
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles, so not with TRITON_INTERPRET=1", allow_module_level=True)
-
-ARCHITECTURES = {80: "sm_80", 90: "sm_90a"}
-
-
-class Recorder:
-    """Stands for a kernel: keeps the arguments of its launch."""
-
-    def __getitem__(self, grid):
-        def launch(*arguments, **keywords):
-            self.arguments, self.keywords = arguments, keywords
-
-        return launch
 
 
 def compiled(monkeypatch, module, name, launch, capability) -> MachineCode:

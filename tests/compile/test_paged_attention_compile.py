@@ -20,23 +20,18 @@ from billfish.kernels.paged_attention import (
     prefill_items,
 )
 from billfish.kernels.paged_attention.planner import AttentionPlan, Scoring
-from tests.compile.offline import MachineCode, fake_device, machine_code
+from tests.compile.offline import (
+    ARCHITECTURES,
+    MachineCode,
+    Recorder,
+    fake_device,
+    machine_code,
+)
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles, so not with TRITON_INTERPRET=1", allow_module_level=True)
 
-ARCHITECTURES = {80: "sm_80", 90: "sm_90a"}
 SMALLEST_SHARED_MEMORY = 101376  # bytes a block may use on sm_86, sm_89 and sm_120
-
-
-class Recorder:
-    """Stands for a kernel: keeps the arguments of its launch."""
-
-    def __getitem__(self, grid):
-        def launch(*arguments, **keywords):
-            self.arguments, self.keywords = arguments, keywords
-
-        return launch
 
 
 def compiled(monkeypatch, module, name, launch, capability) -> tuple[MachineCode, int]:

@@ -8,12 +8,11 @@ pytest.importorskip("triton")
 import triton
 
 from billfish.bench import tutorial
-from tests.compile.offline import fake_device, machine_code
+from tests.compile.offline import ARCHITECTURES, fake_device, machine_code
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles, so not with TRITON_INTERPRET=1", allow_module_level=True)
 
-ARCHITECTURES = {80: "sm_80", 90: "sm_90a"}
 CHANNELS, PIXELS = tutorial.SIZE
 SIZE = CHANNELS * PIXELS
 

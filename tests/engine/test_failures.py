@@ -16,6 +16,20 @@ from tests.engine.fake_worker import (
 )
 
 
+def engine_with_a_hole() -> Engine:
+    """Token 200, which "b" gets second, has no bytes in the vocabulary."""
+
+    def holed(token_id: int) -> bytes:
+        if token_id == 200:
+            raise KeyError(token_id)
+        return bytes((token_id,))
+
+    return Engine(
+        ScriptedWorker(a="xyz", b=[*b"x", 200]), num_blocks=64, block_size=4, vocab_size=VOCAB,
+        max_model_len=64, eos_token_ids=(), token_bytes=holed, scheduler=SchedulerConfig(),
+    )  # fmt: skip
+
+
 class Broken(Exception):
     pass
 
@@ -184,15 +198,7 @@ class TestFailure:
     def test_failure_while_postprocessing_loses_no_output(self) -> None:
         """A vocabulary with a hole: the tokens that were fine are delivered before the error."""
 
-        def holed(token_id: int) -> bytes:
-            if token_id == 200:
-                raise KeyError(token_id)
-            return bytes((token_id,))
-
-        engine = Engine(
-            ScriptedWorker(a="xyz", b=[*b"x", 200]), num_blocks=64, block_size=4, vocab_size=VOCAB,
-            max_model_len=64, eos_token_ids=(), token_bytes=holed, scheduler=SchedulerConfig(),
-        )  # fmt: skip
+        engine = engine_with_a_hole()
         engine.add_request("a", [1], SamplingParams(max_tokens=2))
         engine.add_request("b", [1], SamplingParams(max_tokens=9))
         engine.step()
@@ -219,15 +225,7 @@ def test_an_id_used_again_is_released_once_after_its_step_failed() -> None:
 def test_what_is_not_delivered_yet_is_returned_by_abort_in_order() -> None:
     """A token came before the step failed: its output, and then the one that says so."""
 
-    def holed(token_id: int) -> bytes:
-        if token_id == 200:
-            raise KeyError(token_id)
-        return bytes((token_id,))
-
-    engine = Engine(
-        ScriptedWorker(a="xyz", b=[*b"x", 200]), num_blocks=64, block_size=4, vocab_size=VOCAB,
-        max_model_len=64, eos_token_ids=(), token_bytes=holed, scheduler=SchedulerConfig(),
-    )  # fmt: skip
+    engine = engine_with_a_hole()
     for name in "ab":
         engine.add_request(name, [1], SamplingParams(max_tokens=9))
     (first, _) = engine.step()

@@ -150,6 +150,21 @@ def check(case: Case, impls: Mapping[str, Function], device: torch.device) -> di
     return errors
 
 
+@torch.no_grad()
+def memory(case: Case, impls: Mapping[str, Function], device: torch.device) -> dict[str, int]:
+    """Bytes that a call of each allocates at most, its results among them."""
+    inputs = case.draw(device)
+    found = {}
+    for name, function in impls.items():
+        given = fresh(inputs)
+        function(*given)  # what libraries keep for their next call is not counted
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        function(*given)
+        found[name] = torch.cuda.max_memory_allocated(device) - before
+    return found
+
+
 def _held(function: Function, inputs: Inputs) -> Call:
     """A call whose result stays alive until the next: results of a rotation are all in memory."""
     last: list[Any] = [None]
@@ -195,6 +210,7 @@ def measure(
     errors = check(case, impls, device)
     right = {name: impls[name] for name, error in errors.items() if error <= case.limit}
     times, eager = timed(case, right, rates, device, timer)
+    held = memory(case, right, device) if case.held and device.type == "cuda" else {}
     floor = round(rates.floor_us(case), 2)
     switched = {
         f"{technique}: {setting}": (technique, setting)
@@ -215,7 +231,8 @@ def measure(
                 "flops": case.flops, "floor_us": floor,
                 "rel_err": float(f"{error:.2e}") if math.isfinite(error) else None,
             }  # fmt: skip
-            rows.append(row | took | ({"graph": name not in eager} if took else {}))
+            kept = {"held_bytes": held[name]} if name in held else {}
+            rows.append(row | took | kept | ({"graph": name not in eager} if took else {}))
         if took and settings and case.settings and name in {"billfish", *switched}:
             technique, setting = switched.get(name, ("all", "on"))
             ablation.append({

@@ -73,7 +73,8 @@ class Case:
     reference: the result in float64 or integers, as `error` compares it. peers: by name, whose
     first word says what it needs (MODULES); one that waits for the GPU, or has the attribute
     `eager`, is timed without a graph. settings: technique -> setting -> the kernel with that
-    technique switched; the technique as `run` has it is not listed.
+    technique switched; the technique as `run` has it is not listed. held: record the memory of a
+    GPU that a call takes besides its inputs, where that is the point.
     """
 
     domain: str
@@ -91,6 +92,7 @@ class Case:
     settings: Mapping[str, Mapping[str, Function]] = field(default_factory=dict)
     error: Callable[[Any, Any], float] = relative_error
     tolerance: float | None = None
+    held: bool = False
 
     @property
     def name(self) -> str:

@@ -344,7 +344,7 @@ def linear_cross_entropy(
 ) -> Case:
     """Three products of matrices: the logits, and the gradients of x and of the weight.
 
-    Chunks have no row of their own among the techniques: they save memory, and take no less time.
+    What it is for is memory: chunks of more rows, and gradients over the logits, take no less time.
     """
 
     def draw(device: torch.device) -> tuple[Tensor, ...]:
@@ -366,6 +366,7 @@ def linear_cross_entropy(
         flops=6 * rows * size * classes,
         peers=_torch_peers(chain, gradients=True) | {"liger": with_gradients(with_liger(
             lambda f, x, w, t: f.liger_fused_linear_cross_entropy(x, w, t)))},
+        held=True,
         tolerance=2e-2 if dtype.itemsize == 2 else None,
     )  # fmt: skip
 

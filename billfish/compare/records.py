@@ -53,6 +53,7 @@ OPTIONAL: dict[str, type] = {
         ("model", "weights", "head", "kv_dtype", "sampling", "compiled", "commit"), str
     ),
     **dict.fromkeys(("us", "floor_us", "bytes", "flops", "gbps", "tflops", "rel_err"), float),
+    "held_bytes": float,
     **dict.fromkeys(("context", "output", "num_blocks", "reserve_tokens"), float),
     **dict.fromkeys(("requests_s", "mean_request_s"), float),
     "phases": dict,

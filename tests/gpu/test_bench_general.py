@@ -34,6 +34,7 @@ def test_a_case(case, monkeypatch):
     assert {row["impl"] for row in rows if "us" in row} == {"billfish", *peers}
     # No graph holds what waits for the GPU, which our kernels never do.
     assert rows[0]["graph"]
+    assert all(("held_bytes" in row) == case.held for row in rows if "us" in row)
     settings = sum(len(settings) for settings in case.settings.values())
     found = bench.ablate(case, RATES, torch.device("cuda"))
     assert len(found) == (1 + settings if settings else 0)

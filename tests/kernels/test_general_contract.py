@@ -59,7 +59,8 @@ def test_every_operation_has_a_technique_that_can_be_switched_off():
         for case in import_module(f"billfish.bench.general_{domain}").tiny():
             if any(case.settings.values()):
                 switched.add(case.kernel.split()[0])
-    assert set(PUBLIC) - COMPOSED <= switched
+    # What chunks of logits save is memory: tests/gpu measures it, and so does the benchmark.
+    assert set(PUBLIC) - COMPOSED - switched == {"linear_cross_entropy"}
 
 
 @pytest.mark.parametrize("name", calls())

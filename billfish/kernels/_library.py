@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -29,7 +29,7 @@ def register(
     *,
     fake: Callable[..., Any],
     cpu: Callable[..., Any],
-    gpu: str | None = None,
+    gpu: str,
 ) -> Callable[..., Any]:
     """Define `billfish::<schema>` with one implementation a device; return what calls it, for
     tensors that are all on the device of the first.
@@ -40,7 +40,7 @@ def register(
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, _exact(cpu), "CPU")
-    cuda = _imported(gpu, name) if gpu else _no_gpu_kernel(name)
+    cuda = _imported(gpu, name)
     _LIBRARY.impl(name, lambda *arguments: cuda()(*arguments), "CUDA")
     _torch_library.register_fake(f"billfish::{name}", fake, lib=_LIBRARY)
     op: Callable[..., Any] = getattr(torch.ops.billfish, name).default
@@ -97,13 +97,6 @@ def _imported(module: str, name: str) -> Callable[[], Callable[..., Any]]:
         return found
 
     return load
-
-
-def _no_gpu_kernel(name: str) -> Callable[[], NoReturn]:
-    def refuse() -> NoReturn:
-        raise KernelArgumentError(f"billfish::{name} has no GPU kernel in this installation")
-
-    return refuse
 
 
 def lasting(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -25,8 +25,19 @@ def source_of(document: dict[str, Any], name: str) -> str:
     )
 
 
+def devices_of(records: Iterable[dict[str, Any]]) -> str:
+    """Where and when they were taken: "one GPU, 2026-01-01 and 2026-01-02; another, ..."."""
+    dates: dict[str, set[str]] = {}
+    for record in records:
+        dates.setdefault(record["device"], set()).add(record["date"])
+    return "; ".join(f"{one}, {' and '.join(sorted(days))}" for one, days in sorted(dates.items()))
+
+
 def commits_of(record: dict[str, Any]) -> str:
     """The commit that was measured; rows kept from before it name their own."""
     commit = (record["commit"] or "unknown")[:12]
-    earlier = [f"{rows:.0f} rows of {one[:12]}" for one, rows in record.get("earlier", {}).items()]
+    earlier = [
+        f"{rows:.0f} row{'s' if rows > 1 else ''} of {one[:12]}"
+        for one, rows in record.get("earlier", {}).items()
+    ]
     return f"{commit} ({', '.join(earlier)})" if earlier else commit

@@ -18,7 +18,7 @@ import billfish
 from billfish.compare import charts, strips
 from billfish.compare.catalogue import ROWS
 from billfish.compare.figures import number, traced
-from billfish.compare.markdown import commits_of
+from billfish.compare.markdown import commits_of, devices_of
 from billfish.compare.parts import (
     NOT_YET,
     Href,
@@ -110,8 +110,7 @@ def _banner(doc: Json) -> str:
             f'<aside class="banner {kind}" role="note"><strong>{title}</strong><p>On '
             f"{escape(made['gpu'])}, {escape(made['date'])}{took}. {more}</p>{lost}</aside>"
         )
-    devices = sorted({(r["device"], r["date"]) for r in records if r["origin"] == "recorded"})
-    where = "; ".join(f"{escape(device)}, {date}" for device, date in devices)
+    where = escape(devices_of(r for r in records if r["origin"] == "recorded"))
     machine = "This machine has no GPU that can be used."
     if made["file"]:
         machine = f"Shown from {escape(made['file'])}."

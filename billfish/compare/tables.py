@@ -17,7 +17,7 @@ from typing import Any
 from billfish.compare import attention_tables, build, engine_tables, product_tables, records
 from billfish.compare.catalogue import DOMAINS, ROWS
 from billfish.compare.figures import shown, sized
-from billfish.compare.markdown import source_of, table_row
+from billfish.compare.markdown import devices_of, source_of, table_row
 from billfish.errors import RecordError
 
 Json = dict[str, Any]
@@ -47,10 +47,10 @@ def _claim(claim: Json) -> str:
 
 
 def _counted_and_recorded(document: Json) -> str:
-    devices = sorted({f"{r['device']}, {r['date']}" for r in document["records"].values()})
+    where = devices_of(document["records"].values())
     return (
-        f"Recorded on {'; '.join(devices)}; requests and memory are counted by running the engine "
-        "without a model. Two figures are the least and the most of all cases."
+        f"Recorded on {where}; requests and memory are counted by running the engine without a "
+        "model. Two figures are the least and the most of all cases."
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from billfish.bench.tutorial import STEPS
 from billfish.compare import build, tables
+from billfish.compare.markdown import commits_of, devices_of
 from billfish.compare.records import Record
 from billfish.errors import RecordError
 from tests.compare.conftest import HEAD, general_records
@@ -261,3 +262,15 @@ def test_attention_beside_its_peers(document, monkeypatch):
         ["nothing", "69"], ["GQA packing", "80"]
     ]  # fmt: skip
     assert tables.TABLES["attention decode switched"](document) == "Not measured yet."
+
+
+def test_devices_stand_once_with_their_dates():
+    taken = [("b", "2026-01-03"), ("a", "2026-01-02"), ("b", "2026-01-01"), ("b", "2026-01-03")]
+    records = [{"device": device, "date": date} for device, date in taken]
+    assert devices_of(records) == "a, 2026-01-02; b, 2026-01-01 and 2026-01-03"
+
+
+@pytest.mark.parametrize(("rows", "said"), [(1, "1 row of 1"), (2, "2 rows of 1")])
+def test_rows_of_an_earlier_commit_are_counted(rows, said):
+    record = {"commit": "0" * 40, "earlier": {"1" * 40: rows}}
+    assert commits_of(record) == f"{'0' * 12} ({said}{'1' * 11})"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from billfish.engine.outputs import StepRecord
+from billfish.errors import ConfigError
 from billfish.worker.step_graphs import LARGEST_MIXED
 
 if TYPE_CHECKING:
@@ -63,10 +64,16 @@ def kind_of(step: StepRecord) -> str:
 
 
 def read_lengths(path: str) -> list[tuple[int, int]]:
-    """(prompt, output) tokens of each request, from a file."""
-    loaded = json.loads(Path(path).read_text())
-    loaded = loaded["lengths"] if isinstance(loaded, dict) else loaded
-    return [(int(prompt), int(output)) for prompt, output in loaded]
+    """(prompt, output) tokens of each request, from a file. ConfigError for one that has none."""
+    try:
+        loaded = json.loads(Path(path).read_text("utf-8"))
+        pairs = loaded["lengths"] if isinstance(loaded, dict) else loaded
+        lengths = [(int(prompt), int(output)) for prompt, output in pairs]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"--lengths {path}: {error!r}") from error
+    if not lengths or min(map(min, lengths)) < 1:
+        raise ConfigError(f"--lengths {path}: [prompt, output] each, of at least one token")
+    return lengths
 
 
 def draw_lengths(count: int = 1000) -> list[tuple[int, int]]:

@@ -25,6 +25,15 @@ def test_lengths_are_the_same_everywhere(tmp_path):
         assert engine.read_lengths(str(path)) == lengths
 
 
+@pytest.mark.parametrize("content", ["", "nonsense", "[]", "[[1]]", "[[1, 0]]", '{"a": 1}', "3"])
+def test_a_file_without_lengths_is_refused(tmp_path, content):
+    path = tmp_path / "lengths.json"
+    for name in (str(path), str(path.with_name("none.json"))):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match="--lengths"):
+            engine.read_lengths(name)
+
+
 def test_caches_with_and_without_blocks_are_measured_in_the_same_memory():
     options = engine.parser().parse_args(["--cache-blocks", "all,128", "--max-model-len", "512"])
     found = engine._caches(options, ["throughput", "cache"], 600)

@@ -127,7 +127,7 @@ def test_same_outputs_as_on_the_cpu(settings):
         assert got.keys() == want.keys()
         for key, output in want.items():
             assert_same(output, got[key])
-        assert not served._executor.batch.rows or not served.has_unfinished
+        assert not served._executor.batch.rows
 
 
 def test_inputs_are_those_of_the_host():
@@ -221,7 +221,7 @@ def test_padding_of_a_decode_step():
 
     inputs = step_inputs.allocate(4, 4, batch.max_blocks, batch.device)
     batch.fill(torch.arange(5, dtype=torch.int32), inputs, longest=1)
-    assert inputs.token_ids.tolist() == [9, 0, 0, 0] or inputs.token_ids[0] == 9
+    assert inputs.token_ids.tolist() == [9, 0, 0, 0]
     assert inputs.positions.tolist() == [2, 0, 0, 0]
     assert inputs.slots.tolist() == [5 * BLOCK + 2, *[PADDING_SLOT] * 3]
 

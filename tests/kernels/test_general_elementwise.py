@@ -90,3 +90,18 @@ def test_the_operation_as_torch_sees_it():
         lambda x: general.elementwise("exp(x) + 1", x=x), backend="eager", fullgraph=True
     )
     torch.testing.assert_close(compiled(draw(3)), draw(3).exp() + 1)
+
+
+@pytest.mark.parametrize(
+    ("expression", "says"),
+    [
+        ("x ** 9", "got '9', expected an exponent of 1 to 8"),
+        ("x + y", r"got 'y', expected inputs \(x\), numbers"),
+        ("x.abs()", r"got 'x.abs\(\)', expected inputs"),
+        ("x * (1 / 0)", "got '0', expected numbers"),
+        ("x +", "got 'x \\+', expected an expression of Python"),
+    ],
+)
+def test_what_is_wrong_with_an_expression_is_named(expression, says):
+    with pytest.raises(KernelArgumentError, match=says):
+        general.elementwise(expression, x=torch.ones(2))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from billfish.errors import KernelArgumentError
 from billfish.kernels._library import bad_argument, check_no_grad, register
 from billfish.kernels.general._arguments import FLOATS, INTEGERS, check_device
 
@@ -84,6 +85,8 @@ def parse(expression: str, names: tuple[str, ...]) -> tuple[Node, ...]:
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
         nodes = _Parser(names).nodes_of(tree)
+    except KernelArgumentError:
+        raise
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise bad_argument("expression", repr(expression), "an expression of Python") from error
     if len(nodes) > MOST_NODES:
@@ -147,7 +150,7 @@ class _Parser:
         try:
             return self._add("number", value=MEANING[op](*values))
         except ArithmeticError:
-            self._refuse(trees[-1])
+            self._refuse(trees[-1], "numbers of which that can be computed")
 
     def _power(self, base: ast.expr, exponent: ast.expr) -> int:
         place = self._visit(exponent)

@@ -153,77 +153,101 @@ def prefill(served: Served, batch: int, prompt: int) -> float:
     return (last - begin) * 1e3
 
 
+class Rows:
+    """The rows measured; `save` gets all that there are after each. blocks: what every row tells of
+    the cache, once there is one."""
+
+    def __init__(
+        self, options: argparse.Namespace, save: Callable[[list[dict[str, Any]]], None]
+    ) -> None:
+        self.options, self.save = options, save
+        self.all: list[dict[str, Any]] = []
+        self.blocks: dict[str, int] = {}
+
+    def add(
+        self, measure: str, batch: int, prompt: int, output: int, values: list[float], **more: Any
+    ) -> None:
+        options = self.options
+        value, spread = statistics.median(values), max(values) - min(values)
+        self.all.append({
+            "model": options.model, "weights": options.weights,
+            "head": options.head or options.dtype,
+            "kv_dtype": options.dtype,
+            "impl": "billfish", "measure": measure, "batch": batch, "prompt": prompt,
+            "output": output, "reserve_tokens": options.reserve_tokens,
+            "value": round(value, 3), "spread": round(spread, 3), **self.blocks, **more,
+        })  # fmt: skip
+        print(f"{measure:14} batch {batch:4} prompt {prompt:5} {value:12.3f}  "
+              f"spread {spread:.3f}", flush=True)  # fmt: skip
+        self.save(self.all)
+
+
 def run(
     options: argparse.Namespace, save: Callable[[list[dict[str, Any]]], None]
 ) -> list[dict[str, Any]]:
     """The rows measured; `save` gets those that there are after each."""
     began = time.perf_counter()
     measures = options.measure.split(",")
-    rows: list[dict[str, Any]] = []
-    blocks: dict[str, int] = {}  # what every row tells of the cache, once there is one
-
-    def row(
-        measure: str, batch: int, prompt: int, output: int, values: list[float], **more: Any
-    ) -> None:
-        value, spread = statistics.median(values), max(values) - min(values)
-        rows.append({
-            "model": options.model, "weights": options.weights,
-            "head": options.head or options.dtype,
-            "kv_dtype": options.dtype,
-            "impl": "billfish", "measure": measure, "batch": batch, "prompt": prompt,
-            "output": output, "reserve_tokens": options.reserve_tokens,
-            "value": round(value, 3), "spread": round(spread, 3), **blocks, **more,
-        })  # fmt: skip
-        print(f"{measure:14} batch {batch:4} prompt {prompt:5} {value:12.3f}  "
-              f"spread {spread:.3f}", flush=True)  # fmt: skip
-        save(rows)
-
+    lengths = read_lengths(options.lengths) if options.lengths else draw_lengths()
+    rows = Rows(options, save)
     if "start" in measures:  # before this process takes the memory
         for kind, (seconds, phases) in zip(("cold", "warm"), start_seconds(options), strict=True):
-            row("start_s", 1, 64, 1, [seconds], compiled=kind, phases=phases)
+            rows.add("start_s", 1, 64, 1, [seconds], compiled=kind, phases=phases)
     if measures == ["start"]:
-        return rows
+        return rows.all
     served = serve(options)
     gc.collect()
     gc.freeze()  # as where it serves
-    blocks["num_blocks"] = served.started.num_blocks
+    rows.blocks["num_blocks"] = served.started.num_blocks
     prefill(served, 1, 64)
     if measures == ["none"]:
         inside = time.perf_counter() - began
         print(READY + json.dumps({**served.started.seconds, "all but imports": inside}), flush=True)
-    longest = served.started.max_model_len
     if "decode" in measures:
-        for batch, prompt in DECODE:
-            fits = batch <= options.max_num_seqs and prompt + OUTPUT <= longest
-            if fits and str(batch) in (options.batches or ",".join(BATCHES)).split(","):
-                rounds = 1 if prompt > 512 else options.rounds
-                values = [decode(served, batch, prompt, OUTPUT) for _ in range(rounds)]
-                row("tpot_ms", batch, prompt, OUTPUT, values)
+        _measure_decode(served, options, rows)
     if "sampling" in measures:
         for sampling in SAMPLING:
             for batch in (1, 64):
                 values = [decode(served, batch, 128, 40, **sampling) for _ in range(options.rounds)]
-                row("tpot_ms", batch, 128, 40, values, sampling=json.dumps(sampling))
+                rows.add("tpot_ms", batch, 128, 40, values, sampling=json.dumps(sampling))
     if "prefill" in measures:
-        for batch, prompt in PREFILL:
-            if prompt >= longest:
-                continue
+        _measure_prefill(served, options, rows)
+    for reserve, count in _caches(options, measures, served.started.num_blocks):
+        _measure_many(over(served.started, options, reserve, count), lengths, rows, reserve, count)
+    return rows.all
+
+
+def _measure_decode(served: Served, options: argparse.Namespace, rows: Rows) -> None:
+    wanted = (options.batches or ",".join(BATCHES)).split(",")
+    for batch, prompt in DECODE:
+        fits = prompt + OUTPUT <= served.started.max_model_len and batch <= options.max_num_seqs
+        if fits and str(batch) in wanted:
+            rounds = 1 if prompt > 512 else options.rounds
+            values = [decode(served, batch, prompt, OUTPUT) for _ in range(rounds)]
+            rows.add("tpot_ms", batch, prompt, OUTPUT, values)
+
+
+def _measure_prefill(served: Served, options: argparse.Namespace, rows: Rows) -> None:
+    for batch, prompt in PREFILL:
+        if prompt < served.started.max_model_len:
             prefill(served, batch, prompt)
             values = [prefill(served, batch, prompt) for _ in range(options.rounds)]
-            row("prefill_ms", batch, prompt, 1, values)
-    for reserve, count in _caches(options, measures, served.started.num_blocks):
-        lengths = read_lengths(options.lengths) if options.lengths else draw_lengths()
-        prompts, outputs = (sum(pair[i] for pair in lengths) for i in (0, 1))
-        again = over(served.started, options, reserve, count)
-        many = throughput(again, lengths)
-        row(
-            "output_tok_s", len(lengths), prompts, outputs, [many.tokens_s],
-            reserve_tokens=reserve, num_blocks=count, seats=options.max_num_seqs,
-            requests_s=round(many.tokens_s * len(lengths) / outputs, 3),
-            mean_request_s=round(many.request_s, 3), steps=many.steps,
-        )  # fmt: skip
-        print(again.engine.stats(), flush=True)
-    return rows
+            rows.add("prefill_ms", batch, prompt, 1, values)
+
+
+def _measure_many(
+    served: Served, lengths: list[tuple[int, int]], rows: Rows, reserve: int | None, count: int
+) -> None:
+    """In a cache of so many blocks, with room set aside for `reserve` tokens a request, or none."""
+    prompts, outputs = (sum(pair[i] for pair in lengths) for i in (0, 1))
+    many = throughput(served, lengths)
+    rows.add(
+        "output_tok_s", len(lengths), prompts, outputs, [many.tokens_s],
+        reserve_tokens=reserve, num_blocks=count, seats=rows.options.max_num_seqs,
+        requests_s=round(many.tokens_s * len(lengths) / outputs, 3),
+        mean_request_s=round(many.request_s, 3), steps=many.steps,
+    )  # fmt: skip
+    print(served.engine.stats(), flush=True)
 
 
 def _caches(

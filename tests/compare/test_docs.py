@@ -1,5 +1,6 @@
 """Links of the documentation: files are there, and have the symbols that a link names."""
 
+import bisect
 import json
 import re
 from pathlib import Path
@@ -73,6 +74,39 @@ def test_times_of_the_engine_in_sentences_are_those_recorded():
         said = f"{blocks['requests_s']:.1f} of them a second against {apart['requests_s']:.1f}"
         said += f", done after {blocks['mean_request_s']:.2f} seconds on average against"
         assert f"{said} {apart['mean_request_s']:.2f}" in page
+
+
+NUMBER = r"\d[\d,]*(?:\.\d+)?"
+TIMES = re.compile(rf"((?:{NUMBER}(?:, and |, | and | to | against )?)+) ?(µs|us|ms)\b")
+
+
+def figures(value):
+    """All numbers of a record."""
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from figures(each)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_times_in_sentences_are_figures_of_a_record(page):
+    """Some record has a number that rounds to each, perhaps in the next larger unit."""
+    files = (ROOT / "benchmarks").glob("*.json")
+    known = sorted({n for file in files for n in figures(json.loads(file.read_text()))})
+    text = re.sub(r"<!-- table.*?end of table -->|^```.*?^```|^\|.*?$", "", page.read_text(),
+                  flags=re.MULTILINE | re.DOTALL)  # fmt: skip
+    for match in TIMES.finditer(" ".join(text.split())):
+        for said in re.findall(NUMBER, match[1]):
+            digits = said.strip(",").replace(",", "")
+            half = 0.51 * 10.0 ** -len(digits.partition(".")[2])
+            for scale in (1.0, 1000.0) if match[2] == "ms" else (1.0,):
+                least, most = (scale * (float(digits) + end) for end in (-half, half))
+                at = bisect.bisect_left(known, least)
+                if at < len(known) and known[at] <= most:
+                    break
+            else:
+                pytest.fail(f"{digits} {match[2]} is in no record: ... {match[0]} ...")
 
 
 @pytest.mark.parametrize("family", CATALOGUE, ids=lambda family: family.name)

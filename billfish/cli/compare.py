@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -47,7 +47,7 @@ def command(
     With a GPU the techniques are timed on it, in about ten minutes, most of them compilation, or
     under three with --quick. Without one the recorded results are shown, and named so.
     """
-    from billfish.compare import build, records, report, terminal
+    from billfish.compare import build, records
 
     families = tuple(dict.fromkeys(family or FAMILIES))
     for name in families:
@@ -70,18 +70,7 @@ def command(
         document = _made(families, quick, recorded)
         if json_file:  # before the page is made: what was measured is not to be lost by that
             _write_json(json_file, document)
-    try:
-        page = report.page(
-            document, folder=html.resolve().parent if html else None, source_url=source_url
-        )
-        terminal.show(document, console)
-    except (
-        ArithmeticError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError,
-        ValueError,
-    ) as error:  # fmt: skip
-        if source is None:
-            raise
-        raise RecordError(str(source), f"not a whole comparison: {error!r}") from error
+    page = _shown(document, console, html, source_url, source)
     if json_file and source is not None:
         _write_json(json_file, document)
     if html:
@@ -91,6 +80,25 @@ def command(
         console.print(f"wrote {path}", markup=False, highlight=False)
     if not written:
         console.print("Every case, plots and code: --html FILE. All figures: --json FILE.")
+
+
+def _shown(
+    document: dict[str, Any], console: Console, html: Path | None, source_url: str | None,
+    source: Path | None,
+) -> str:  # fmt: skip
+    """The page, once the terminal has its part. RecordError where a file that was made elsewhere
+    lacks what is to be shown, whatever that leads to."""
+    from billfish.compare import report, terminal
+
+    folder = html.resolve().parent if html else None
+    try:
+        page = report.page(document, folder=folder, source_url=source_url)
+        terminal.show(document, console)
+    except Exception as error:
+        if source is None or isinstance(error, OSError):
+            raise
+        raise RecordError(str(source), f"not a whole comparison: {error!r}") from error
+    return page
 
 
 def _check_writable(path: Path) -> None:

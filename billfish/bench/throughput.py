@@ -260,6 +260,16 @@ def _row(
     }  # fmt: skip
 
 
+def _count(text: str) -> int:
+    if (count := int(text)) < 1:
+        raise ValueError(text)
+    return count
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(count) for count in text.split(",")]
+
+
 def main(arguments: list[str]) -> None:
     if arguments[:1] == ["--one"]:
         name, path, *sizes = arguments[1:]
@@ -283,17 +293,20 @@ def main(arguments: list[str]) -> None:
     cli.add_argument(
         "--peers", default="", help="transformers, transformers float32, llama.cpp: comma-separated"
     )
-    cli.add_argument("--batches", default="1,8,32")
-    cli.add_argument("--prompt", type=int, default=128, help="tokens")
-    cli.add_argument("--output", type=int, default=128, help="tokens")
-    cli.add_argument("--rounds", type=int, default=3)
+    cli.add_argument("--batches", type=_counts, default="1,8,32")
+    cli.add_argument("--prompt", type=_count, default=128, help="tokens")
+    cli.add_argument("--output", type=_count, default=128, help="tokens")
+    cli.add_argument("--rounds", type=_count, default=3)
     cli.add_argument("--parts", action="store_true", help="also where a decoding step's time goes")
     options = cli.parse_args(arguments)
-    wanted = ["billfish", *options.peers.split(",")]
+    peers = [peer for peer in options.peers.split(",") if peer]
+    known = {name for n in IMPLEMENTATIONS for name in (n, n.split()[0])}
+    if unknown := [peer for peer in peers if peer not in known]:
+        cli.error(f"--peers: there is no {unknown[0]!r}")
+    wanted = ["billfish", *peers]
     if cpu_native.why_not() is None:
         wanted.append(COMPILED)
     names = [n for n in IMPLEMENTATIONS if n in wanted or n.split()[0] in wanted]
-    batches = [int(b) for b in options.batches.split(",")]
     head = record.environment(
         "billfish bench throughput " + " ".join(arguments),
         ("numba", "transformers", "llama-cpp-python"),
@@ -302,7 +315,7 @@ def main(arguments: list[str]) -> None:
         import llama_cpp
 
         head["llama.cpp"] = llama_cpp.llama_print_system_info().decode().strip()
-    rows = run(str(locate(options.model)), names, batches, options)
+    rows = run(str(locate(options.model)), names, options.batches, options)
     record.write(options.out, head, rows)
     for row in rows:
         print(f"{row['impl']:24} {row['measure']:14} batch {row['batch']:3} {row['value']:10.1f}")

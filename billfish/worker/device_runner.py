@@ -175,8 +175,8 @@ class DeviceRunner:
     def reserve(self) -> None:
         """Take the memory that was measured from the driver at once, for steps to use parts of it.
 
-        Asked in the midst of steps, the driver first waits for the GPU, and others may have taken
-        it. To be called after `capture`, which gives back all that is not in use.
+        So none has to ask for memory that others may have taken meanwhile. To be called after
+        `capture`, which gives back all that is not in use.
         """
         torch.empty(self._peak, dtype=torch.uint8, device=self.device)
 

@@ -52,11 +52,17 @@ def test_times_of_the_engine_in_sentences_are_those_recorded():
         for name in ("engine_gpu", "engine_cache")
     }
     page = (ROOT / "docs" / "gpu_engine.md").read_text()
-    tpot = {
-        row["batch"]: row["value"]
-        for row in rows["engine_gpu"]
-        if row["measure"] == "tpot_ms" and row["prompt"] == 512
-    }
+    tpot, dense = (
+        {
+            row["batch"]: row["value"]
+            for row in rows["engine_gpu"]
+            if row["measure"] == "tpot_ms" and row["prompt"] == 512
+            if (row["weights"], row["head"]) == (weights, "bfloat16")
+        }
+        for weights in ("int4", "dense")
+    )
+    lead = {batch: f"{value / tpot[batch]:.2f}x" for batch, value in dense.items()}
+    assert f"INT4 is {lead[1]} as fast for one request and {lead[128]} for 128." in page
     said = " / ".join(f"{tpot[batch]:.1f}" for batch in (1, 32, 256))
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"for 1 / 32 / 256 requests in {said} ms" in readme

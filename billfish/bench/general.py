@@ -5,13 +5,13 @@
     billfish bench general --kernels data --out FILE, then --kernels training --keep --out FILE
     billfish bench general --compile-only --jobs 8 --out FILE, then the same without --compile-only
 
-Peers: torch, torch.compile, and CuPy (which brings CUB, cuFFT and cuSPARSE), Liger-Kernel and
-FlashInfer where they are installed; the record names those that are missing. All implementations of
-a case are captured in CUDA graphs and replayed in turns, so that they meet the same clock and power
-state; those of CuPy and what waits for the GPU are timed call by call (`graph` is false). Each call
-of a graph has inputs and results of its own, enough of them to miss the L2 cache, fewer where
-arithmetic is what takes the time. Compilation is outside. Results are checked against float64; one
-that is off is marked and not timed.
+Peers: torch (with cuBLAS, cuDNN, cuFFT and cuSPARSE), torch.compile, and CuPy (which brings CUB),
+Liger-Kernel and FlashInfer where they are installed; the record names those that are missing. All
+implementations of a case are captured in CUDA graphs and replayed in turns, so that they meet the
+same clock and power state; those of CuPy and what waits for the GPU are timed call by call (`graph`
+is false). Each call of a graph has inputs and results of its own, enough of them to miss the L2
+cache, fewer where arithmetic is what takes the time. Compilation is outside. Results are checked
+against float64; one that is off is marked and not timed.
 
 The floor is the time that the bytes which any implementation has to move need at the rates at which
 this GPU reads, copies and writes memory, or the operations at the rate of its products of matrices

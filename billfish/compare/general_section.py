@@ -59,9 +59,9 @@ def _beside_peers(doc: Json) -> str:
     return figure(
         "Beside the best of their peers",
         both_widths(lambda width: strips.beside_peers(lines, width)) + told,
-        "Right of the line Billfish is faster. Peers are torch, torch.compile, CuPy with CUB, "
-        "cuFFT and cuSPARSE, and Liger-Kernel, where they have the operation; the best of them in "
-        "every case.",
+        "Right of the line Billfish is faster. Peers are torch (with cuBLAS, cuDNN, cuFFT and "
+        "cuSPARSE), torch.compile, CuPy with CUB and cuFFT, and Liger-Kernel, where they have the "
+        "operation; the best of them in every case.",
         doc["records"]["general"]["origin"],
     )
 

@@ -180,7 +180,11 @@ def test_boundaries_of_the_table(shape):
         check(marlin.w4a16_matmul(x, packed), x, exact)
 
 
-def forced_configs():
+SHARES = 4  # tests among which the configurations are dealt out: compilation takes seconds each
+
+
+def forced_configs(share):
+    """Of all configurations to be tested, those of one test of `SHARES`."""
     from dataclasses import replace
 
     from billfish.bench.gemm_ablation import DEPTHS
@@ -203,12 +207,14 @@ def forced_configs():
         HopperConfig(rows=64, tile_m=128, stages=4, carry=True, **large),
         HopperConfig(rows=128, tile_m=128, stages=4, **large),
     ]
-    return [*shipped_configs(), *plain, *depths, no_policy, *shared, *owned]
+    forced = [*shipped_configs(), *plain, *depths, no_policy, *shared, *owned]
+    return forced[share::SHARES]
 
 
+@pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("zero_point", ["symmetric", "integer", "offset"])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_every_configuration(dtype, zero_point):
+def test_every_configuration(dtype, zero_point, share):
     """Each shipped kernel over the same data, with group sizes and shapes in turn."""
     if not is_hopper():
         pytest.skip("needs a GPU of compute capability 9.0")
@@ -216,7 +222,7 @@ def test_every_configuration(dtype, zero_point):
 
     shapes = itertools.cycle([(5, 576, 1408), (300, 200, 464), (64, 4104, 1024), (33, 96, 7392)])
     kinds = itertools.cycle((128, 32, -1, 64, 16))
-    for config in forced_configs():
+    for config in forced_configs(share):
         (m, n, k), group_size = next(shapes), next(kinds)
         matrix = Matrix(n, k, group_size, zero_point, dtype)
         x = activations(m, k, dtype)
@@ -245,9 +251,10 @@ def test_portable_kernel(dtype, zero_point):
             check(y, x, matrix.exact())
 
 
+@pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("epilogue", ["residual", "silu_mul", "all"])
-def test_epilogues_of_every_configuration(epilogue, dtype):
+def test_epilogues_of_every_configuration(epilogue, dtype, share):
     """Over whole and shared tiles, rows of gate and up that fill their units and that do not."""
     if not is_hopper():
         pytest.skip("needs a GPU of compute capability 9.0")
@@ -256,7 +263,7 @@ def test_epilogues_of_every_configuration(epilogue, dtype):
     shapes = itertools.cycle([(5, 576, 1408), (300, 202, 464), (64, 4104, 1024), (33, 96, 7392)])
     kinds = itertools.cycle(((128, "symmetric"), (32, "integer"), (64, "offset")))
     silu_mul = epilogue != "residual"
-    for config in forced_configs():
+    for config in forced_configs(share):
         (m, n, k), kind = next(shapes), next(kinds)
         matrix = Matrix(n, k, *kind, dtype, silu_mul=silu_mul)
         outputs = n // 2 if silu_mul else n

@@ -249,7 +249,11 @@ class DeviceRunner:
                 self._prompt_logprobs(hidden, step, pending)
             logits = hidden
             if step.sampled:
-                logits = self.model.logits(hidden[self._sample_index(step)])
+                # As many as decode together in a graph: their kernels are loaded, and to load one
+                # the driver may wait for the GPU.
+                size = self._decode_graphs.size(len(step.sampled))
+                logits = self.model.logits(hidden[self.batch.header.sample_index[:size]])
+                logits = logits[: len(step.sampled)]
         self.batch.copy_forks(plan)
         if step.sampled:
             self._sample(logits[:, : self.vocab_size], step, pending)

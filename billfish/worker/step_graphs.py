@@ -72,9 +72,13 @@ class StepGraphs:
         """Give up the graphs, and the memory of the pool with the last of them."""
         self._graphs.clear()
 
+    def size(self, count: int) -> int:
+        """Rows to which a step of `count` is padded."""
+        return self._sizes[bisect_left(self._sizes, count)]
+
     def replay(self, count: int) -> Tensor:
         """The result [count, ...] of a step of `count` rows, valid until the next call."""
-        size = self._sizes[bisect_left(self._sizes, count)]
+        size = self.size(count)
         if not self._graphs:
             return self._run(size)[:count]
         graph, result = self._graphs[size]

@@ -25,6 +25,7 @@ from billfish.worker.device_runner import DeviceRunner
 from billfish.worker.input_batch import InputBatch
 from billfish.worker.logits_processor import LogitsProcessor
 from billfish.worker.parking import park, unpark
+from billfish.worker.step_graphs import ladder
 
 CONFIG = random_weights.SHAPES["tiny"]
 VOCAB = CONFIG.vocab_size
@@ -254,6 +255,27 @@ def test_rules_are_those_of_the_host():
                 logits, [row for _, row in step.sampled], device.header.sample_positions[:SEATS]
             )
             torch.testing.assert_close(got, want, equal_nan=True, rtol=0, atol=0)
+
+
+def test_logits_are_computed_in_few_sizes(monkeypatch):
+    """Those of decode steps, which are prepared at the start, but for the logits of prompts."""
+    served = engine("overlap", max_num_batched_tokens=16)
+    runner = served._executor
+    sizes = set()
+    logits = runner.model.logits
+
+    def counted(hidden):
+        sizes.add(len(hidden))
+        return logits(hidden)
+
+    monkeypatch.setattr(runner.model, "logits", counted)
+    requests = [
+        (prompt, params, words)
+        for prompt, params, words in some_requests(40, seed=3)
+        if params.prompt_logprobs is None
+    ]
+    outputs_of(served, requests)
+    assert {1, SEATS} <= sizes <= set(ladder(SEATS))
 
 
 def test_sleep_and_wake():

@@ -168,6 +168,16 @@ def test_reduce(monkeypatch, dtype, fused):
     of_both(monkeypatch, reduce_gpu, "_finish_kernel", launch)
 
 
+def test_reads_of_a_long_sum_do_not_wait_for_each_other(monkeypatch):
+    """They go to several registers: the assembler is free to read all into one, one after another,
+    and a sum of 2^28 then takes a seventh longer."""
+    x = torch.empty(1, 1 << 28, 1)  # never touched, so it takes no memory
+    code = of_both(monkeypatch, reduce_gpu, "_reduce_kernel", lambda: reduce_gpu.reduce(x, "sum"))
+    reads = re.findall(r"LDG\.E\.EF\.128 (R\d+)", code.sass)
+    assert len(reads) >= 8
+    assert len(set(reads)) >= 4
+
+
 def test_segment_reduce(monkeypatch):
     x, offsets = torch.empty(1 << 20, dtype=torch.bfloat16), torch.zeros(100, dtype=torch.int64)
     for balanced, op in ((True, "sum"), (True, "max"), (False, "sum")):

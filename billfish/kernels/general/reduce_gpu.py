@@ -39,9 +39,10 @@ def _reduce_kernel(
     begin = part.to(tl.int64) * part_size
     end = tl.minimum(begin + part_size, n)
     if STRIDED:
-        step = parts * BLOCK
+        # In 32 bits, the assembler reads into fewer registers, one read after another.
+        step = tl.cast(parts, tl.int64) * BLOCK
         begin = part.to(tl.int64) * BLOCK
-        end = n
+        end = tl.cast(n, tl.int64)
     nothing = tl.full((), EMPTY, DTYPE)
     total = tl.full([BLOCK, WIDTH], EMPTY, DTYPE)
     base = x + outer * x_outer + column[None, :].to(tl.int64) * x_inner
@@ -115,7 +116,7 @@ def reduce(x: Tensor, op: str, *, fused: bool = True, block: int | None = None) 
     block = block or max(32, min(tile, triton.next_power_of_2(n)))
     wanted = min(max(1, most // groups), max(1, SPACE_LIMIT // width))
     part_size = triton.cdiv(triton.cdiv(n, block), wanted) * block
-    parts = triton.cdiv(n, part_size)
+    parts = min(wanted, triton.cdiv(n, block)) if strided else triton.cdiv(n, part_size)
     partial = torch.empty((groups, parts, width) if parts > 1 else 0, dtype=kind, device=x.device)
     count = torch.zeros(groups if parts > 1 else 0, dtype=torch.int32, device=x.device)
     space = triton.next_power_of_2(parts)

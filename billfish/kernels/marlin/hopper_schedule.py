@@ -334,6 +334,7 @@ def _add_four(total, sums, at, count, APART: gl.constexpr):
 
 @gluon.jit
 def _add_eight(total, sums, at, count, APART: gl.constexpr):
+    """`_add_four` of eight blocks."""
     p0 = _part(sums, at, count > 0)
     p1 = _part(sums + APART, at, count > 1)
     p2 = _part(sums + 2 * APART, at, count > 2)

@@ -214,6 +214,11 @@ def run(
         _measure_prefill(served, options, rows)
     for reserve, count in _caches(options, measures, served.started.num_blocks):
         _measure_many(over(served.started, options, reserve, count), lengths, rows, reserve, count)
+    if not rows.all and measures != ["none"]:
+        raise ConfigError(
+            "nothing was measured: no batch of these fits into --max-num-seqs "
+            f"{options.max_num_seqs}, with prompts into {served.started.max_model_len} tokens"
+        )
     return rows.all
 
 
@@ -278,6 +283,7 @@ def start_seconds(
                  "max_model_len", "num_blocks", "head"):  # fmt: skip
         if (value := getattr(options, name)) is not None:
             command += [f"--{name.replace('_', '-')}", str(value)]
+    command += [f"--{name}" for name in ("eager", "plain") if getattr(options, name)]
     with tempfile.TemporaryDirectory() as cache:
         for _ in range(2):
             yield _start_once(command, {**os.environ, "TRITON_CACHE_DIR": cache})

@@ -89,6 +89,18 @@ def test_starts_alone_are_told_as_they_come_and_make_no_third(monkeypatch):
     records.checked(records.Record("engine_gpu", "recorded", head, rows), "a start's rows")
 
 
+def test_starts_are_of_the_engine_that_is_asked_for(monkeypatch):
+    commands = []
+    monkeypatch.setattr(engine, "_start_once", lambda command, environment: commands.append(command))
+    given = ["--device", "cpu", "--num-blocks", "9", "--head", "int8", "--eager", "--plain"]
+    for arguments in (given, given[:4]):
+        options = engine.parsed(["--measure", "start", *arguments])
+        list(engine.start_seconds(options))
+        child = engine.parsed(commands[-1][3:])
+        assert vars(child) == {**vars(options), "measure": "none"}
+    assert commands[0] == commands[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -133,6 +145,15 @@ def test_a_file_that_could_not_be_written_is_told_before_anything_is_measured(
 def test_a_model_for_the_device():
     assert engine.parsed(["--device", "cpu"]).model == "tiny"
     assert engine.parsed(["--device", "cpu", "--model", "llama-3-8b"]).model == "llama-3-8b"
+
+
+def test_options_that_leave_nothing_to_measure_are_told():
+    arguments = [
+        "--device", "cpu", "--dtype", "float32", "--weights", "dense", "--num-blocks", "20",
+        "--max-num-seqs", "4", "--max-model-len", "300", "--measure", "decode", "--batches", "8",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"nothing was measured.*--max-num-seqs 4.* 300 tokens"):
+        engine.main(arguments)
 
 
 def test_decoding_and_prefill_are_timed_on_a_cpu(tmp_path):

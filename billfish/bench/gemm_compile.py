@@ -1,6 +1,7 @@
 """Compiles what the benchmarks of W4A16 products run, in processes of their own."""
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import BrokenExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -28,11 +29,15 @@ class Form(NamedTuple):
 def compile_all(
     forms: Iterable[Form], jobs: int, others: Sequence[Callable[[], object]] = ()
 ) -> None:
-    """Compile the Hopper kernel in these forms, and what `others` do at their first call."""
+    """Compile the Hopper kernel in these forms, and what `others` do at their first call.
+
+    BrokenExecutor: a process ended before it was done.
+    """
     once = {_plan(form).kernel_key: form for form in forms}
     # The others take longest, so they begin first.
-    for _ in in_processes([*others, *map(_task, once.values())], jobs):
-        pass
+    for done in in_processes([*others, *map(_task, once.values())], jobs):
+        if isinstance(done, BrokenExecutor):
+            raise done
 
 
 def _plan(form: Form) -> Plan:

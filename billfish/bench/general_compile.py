@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import BrokenExecutor
 from functools import partial
 
 import torch
@@ -31,7 +32,7 @@ def compile_all(
     lines: list[str] = []
     for i, failed in zip(order, in_processes(tasks, min(jobs, len(order))), strict=True):
         ended = [f"a process ended before {kernels[i]} was compiled"]
-        lines += ended if failed is None else failed
+        lines += ended if isinstance(failed, BrokenExecutor) else failed
     return lines
 
 

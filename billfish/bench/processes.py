@@ -14,8 +14,9 @@ import torch
 T = TypeVar("T")
 
 
-def in_processes(tasks: Sequence[Callable[[], T]], jobs: int) -> Iterator[T | None]:
-    """What tasks return, in their order, in which they begin; None: its process ended before it.
+def in_processes(tasks: Sequence[Callable[[], T]], jobs: int) -> Iterator[T | BrokenExecutor]:
+    """What tasks return, in their order, in which they begin; an error for each that was not done
+    when a process ended before its time.
 
     Raises what a task raises.
     """
@@ -24,8 +25,8 @@ def in_processes(tasks: Sequence[Callable[[], T]], jobs: int) -> Iterator[T | No
         for task in [pool.submit(task) for task in tasks]:
             try:
                 yield task.result()
-            except BrokenExecutor:
-                yield None
+            except BrokenExecutor as error:
+                yield error
 
 
 def _begin() -> None:

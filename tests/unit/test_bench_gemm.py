@@ -1,7 +1,10 @@
 """What `billfish bench gemm` and `billfish bench tune` take and write; nothing is timed."""
 
 import json
+import os
+from concurrent.futures import BrokenExecutor
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
@@ -44,6 +47,11 @@ def test_good_options():
     options = gemm.parsed(["--out", "x", "--shapes", "64x128,8x16", "--rows", "1,40"])
     assert options.shapes == [(64, 128), (8, 16)]
     assert options.rows == [1, 40]
+
+
+def test_a_process_that_ends_before_it_has_compiled_is_told():
+    with pytest.raises(BrokenExecutor):
+        gemm.compile_all([], 1, [partial(os._exit, 1)])
 
 
 @pytest.fixture

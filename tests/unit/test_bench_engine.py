@@ -91,7 +91,7 @@ def test_starts_alone_are_told_as_they_come_and_make_no_third(monkeypatch):
 
 def test_starts_are_of_the_engine_that_is_asked_for(monkeypatch):
     commands = []
-    monkeypatch.setattr(engine, "_start_once", lambda command, environment: commands.append(command))
+    monkeypatch.setattr(engine, "_start_once", lambda command, _: commands.append(command))
     given = ["--device", "cpu", "--num-blocks", "9", "--head", "int8", "--eager", "--plain"]
     for arguments in (given, given[:4]):
         options = engine.parsed(["--measure", "start", *arguments])

@@ -99,6 +99,17 @@ def _imported(module: str, name: str) -> Callable[[], Callable[..., Any]]:
     return load
 
 
+@cache
+def launches_early(device: torch.device) -> bool:
+    """Whether a device starts a kernel while the one ahead drains (programmatic dependent launch):
+    compute capability 9.0 and up. The kernel then waits for the other's results itself, with
+    `gdc_wait`.
+
+    False for a CPU, where Triton's interpreter runs the kernels in tests.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def lasting(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
     """What make() returns, on the current stream of a GPU, for memory that outlives the call.
 

@@ -52,8 +52,8 @@ def binary_of(monkeypatch, module, name, launch, capability):
     with monkeypatch.context() as patch:
         for other in [attribute for attribute in vars(module) if attribute.endswith("_kernel")]:
             patch.setattr(module, other, Recorder())
-        if hasattr(module, "overlaps"):
-            patch.setattr(module, "overlaps", lambda device: capability >= 90)
+        if hasattr(module, "launches_early"):
+            patch.setattr(module, "launches_early", lambda device: capability >= 90)
         launch()
         recorder = getattr(module, name)
     with fake_device(capability):

@@ -110,8 +110,8 @@ def launched(monkeypatch):
             else general_gpu.add_rms_norm(x, residual, weight, eps),
             "gelu_tanh_mul": general_gpu.gelu_tanh_mul,
         },
-        general_gpu: {"overlaps": lambda device: True},
-        sample_gpu: {"overlaps": lambda device: True},
+        general_gpu: {"launches_early": lambda device: True},
+        sample_gpu: {"launches_early": lambda device: True},
         step_inputs: {"make": step_inputs_gpu.make},
         device_runner: {"_on_cpu": lambda metadata, block_size: metadata},
         # Of a device of its own: what tests have compiled for others would be launched.

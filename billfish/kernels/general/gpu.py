@@ -5,7 +5,6 @@ wrote (programmatic dependent launch), so that launches of a chain overlap.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 
 import torch
 import triton
@@ -13,17 +12,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from billfish.kernels._library import launches_early
+
 WIDEST = 65536
 """Values of the longest row that a program normalizes in its registers; torch does longer ones."""
-
-
-@cache
-def overlaps(device: torch.device) -> bool:
-    """Whether the device starts a kernel while the one ahead ends: compute capability 9.0 and up.
-
-    False for a CPU, where Triton's interpreter runs the kernels in tests.
-    """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:
@@ -100,7 +92,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
     total = out if residual is None else torch.empty_like(out)
     if rows.shape[0]:
         block = triton.next_power_of_2(size)
-        pdl = overlaps(x.device)
+        pdl = launches_early(x.device)
         with _on(x):
             _rms_norm_kernel[(rows.shape[0],)](
                 rows, more, weight.contiguous(), out, total, rows.stride(0), more.stride(0), eps,
@@ -160,7 +152,7 @@ def _gated(gate_up: Tensor, *, gelu: bool) -> Tensor:
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     if rows.shape[0]:
         block = min(2048, triton.next_power_of_2(size))
-        pdl = overlaps(gate_up.device)
+        pdl = launches_early(gate_up.device)
         with _on(gate_up):
             _gated_kernel[(rows.shape[0], triton.cdiv(size, block))](
                 rows, out, rows.stride(0), SIZE=size, BLOCK=block, GELU=gelu, PDL=pdl,

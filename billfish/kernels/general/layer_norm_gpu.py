@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from billfish.kernels.general.gpu import WIDEST, _on, _rows, launch_options, overlaps
+from billfish.kernels._library import launches_early
+from billfish.kernels.general.gpu import WIDEST, _on, _rows, launch_options
 from billfish.kernels.general.layer_norm import norm_backward_reference
 
 PROGRAMS = 264
@@ -156,7 +157,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows.shape[0]:
         block = triton.next_power_of_2(size)
-        pdl = overlaps(x.device)
+        pdl = launches_early(x.device)
         with _on(x):
             _layer_norm_kernel[(rows.shape[0],)](
                 rows, weight.contiguous(), weight if bias is None else bias.contiguous(), out,

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from billfish.kernels._library import launches_early
 from billfish.kernels.general._sample_triton import (
     _choose,
     _choose_among,
@@ -43,7 +44,7 @@ from billfish.kernels.general._sample_triton import (
     _uniform,
     _weight,
 )
-from billfish.kernels.general.gpu import _on, _rows, launch_options, overlaps
+from billfish.kernels.general.gpu import _on, _rows, launch_options
 from billfish.kernels.general.sample import NO_TOKEN, by_sort
 
 __all__ = ["NO_TOKEN", "draw_tokens", "sample"]
@@ -250,7 +251,7 @@ def sample(
     sums, weights = space(parts, torch.float64), space(size, torch.float64)
     hits, tokens = space(HITS, torch.int32), space(most, torch.int32)
     values = space(most, torch.float32)
-    pdl = overlap and overlaps(logits.device)
+    pdl = overlap and launches_early(logits.device)
     _largest_kernel[(count, parts)](
         logits, best, where, bits, tops, sums, rows, numbers, integers, logits.stride(0), size,
         PARTS=parts, GREEDY=greedy, GROUP=group, BLOCK=BLOCK, PDL=pdl,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from billfish.kernels.paged_attention.tile import launches_early
+from billfish.kernels._library import launches_early
 
 PAIRS_IN_REGISTERS = 512
 """More pairs than this go through a buffer in device memory."""

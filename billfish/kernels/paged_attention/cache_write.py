@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from billfish.kernels.paged_attention.tile import launches_early
+from billfish.kernels._library import launches_early
 
 
 @triton.jit

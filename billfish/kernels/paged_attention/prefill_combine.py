@@ -9,8 +9,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from billfish.kernels._library import launches_early
 from billfish.kernels.paged_attention.prefill_items import ENTRY, INFO, ROWS
-from billfish.kernels.paged_attention.tile import NO_SCORE, launches_early, store_output
+from billfish.kernels.paged_attention.tile import NO_SCORE, store_output
 
 _ROWS_AT_ONCE = 4
 _PARTS_AT_ONCE = 4

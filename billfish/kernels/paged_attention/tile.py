@@ -8,22 +8,11 @@ Scores are kept in units of log2, so that the softmax needs exp2 only. A row tha
 the maximum NO_SCORE; its masked scores are -inf, so their weights are exactly 0.
 """
 
-from functools import cache
-
-import torch
 import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 NO_SCORE: tl.constexpr = tl.constexpr(-1.0e30)
-
-
-@cache
-def launches_early(device: torch.device) -> bool:
-    """Whether a device starts a kernel while the one ahead drains (programmatic dependent launch).
-    The kernel then waits for the other's results itself, with `gdc_wait`.
-    """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit

@@ -220,11 +220,13 @@ class LLM:
 
     def sleep(self) -> None:
         """Give a GPU's memory back until `wake`: weights wait in host memory, what the prefix cache
-        held is lost. InvalidRequestError while requests are unfinished, ConfigError on a CPU."""
+        held is lost. InvalidRequestError while requests are unfinished, ConfigError on a CPU,
+        CapacityError where the host has no room for the weights: then nothing has changed."""
         self.engine.sleep()
 
     def wake(self) -> None:
-        """Serve again after `sleep`, with the same answers."""
+        """Serve again after `sleep`, with the same answers. CapacityError where others have taken
+        the memory meanwhile: it sleeps on, and may be woken again."""
         self.engine.wake()
 
     def stats(self) -> EngineStats:

@@ -311,7 +311,8 @@ class Engine:
     def sleep(self) -> None:
         """Give the executor's memory back, until `wake`. Prompts are found no more.
 
-        InvalidRequestError where requests are unfinished; ConfigError where the executor cannot.
+        InvalidRequestError where requests are unfinished; ConfigError where the executor cannot;
+        CapacityError where the host has no room for what is kept. Nothing has changed then.
         """
         if self.has_unfinished:
             raise InvalidRequestError("sleep", "requests are unfinished: end or abort them first")
@@ -322,7 +323,10 @@ class Engine:
                 self._prefix_cache.clear()
 
     def wake(self) -> None:
-        """Take the memory again that `sleep` gave back. No harm where the engine is awake."""
+        """Take the memory again that `sleep` gave back. No harm where the engine is awake.
+
+        CapacityError where there is not as much any more: it sleeps on, and may be woken again.
+        """
         if self._asleep:
             cast(SleepingExecutor, self._executor).wake()
             self._asleep = False

@@ -189,9 +189,14 @@ class DeviceRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._parked = park(self.model, self.device)
+        self._cache_shape, self._cache_bytes = tuple(self.kv_cache.shape), self.kv_cache.nbytes
+        self._give_back(self._parked)
+
+    def _give_back(self, parked: ParkedWeights) -> None:
+        """Whatever there is of what sleeps."""
+        parked.empty()
         self._decode_graphs.release()
         self._mixed_graphs.release()
-        self._cache_shape, self._cache_bytes = tuple(self.kv_cache.shape), self.kv_cache.nbytes
         self.kv_cache = self.kv_cache.new_empty(0)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -199,30 +204,28 @@ class DeviceRunner:
     def wake(self) -> None:
         """Bring back what `sleep` gave away, and capture the graphs again.
 
-        CapacityError where the GPU has not as much to give any more; it may be asked again.
+        CapacityError where the GPU has not as much to give any more. Whatever fails, it may be
+        asked again.
         """
         if self._parked is None:
             return
-        dtype = self.kv_cache.dtype
         try:
-            self.kv_cache = torch.empty(self._cache_shape, dtype=dtype, device=self.device)
+            self.kv_cache = self.kv_cache.new_empty(self._cache_shape)
             self.kv_cache[:, :, NULL_BLOCK] = 0
             unpark(self._parked)
             self.capture()
             self.reserve()
         except torch.OutOfMemoryError as error:
             cause = error.with_traceback(None)  # what it holds of the calls would not be freed
-            self._decode_graphs.release()
-            self._mixed_graphs.release()
-            self._parked.empty()
-            self.kv_cache = torch.empty(0, dtype=dtype, device=self.device)
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            self._give_back(self._parked)
             size = self._parked.nbytes + self._cache_bytes
             raise CapacityError(
                 f"{gib(size)} of weights and KV cache, and graphs besides, do not fit into what "
                 f"{self.device} has left: end what else uses it, and wake again"
             ) from cause
+        except BaseException:
+            self._give_back(self._parked)
+            raise
         self._parked = None
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -323,7 +323,14 @@ def test_a_host_without_memory_for_the_weights_lets_nobody_sleep(monkeypatch):
         assert_same(output, got[key])
 
 
-def test_a_wake_that_finds_no_memory_can_be_asked_again(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "raised", "says"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), CapacityError, "wake again"),
+        (RuntimeError("a capture was ended"), RuntimeError, "a capture was ended"),
+    ],
+)
+def test_a_wake_that_fails_can_be_asked_again(error, raised, says, monkeypatch):
     """Nothing is served meanwhile, and nothing of what was brought back half way is kept."""
     network.cache_clear()
     served = engine("overlap")
@@ -334,11 +341,11 @@ def test_a_wake_that_finds_no_memory_can_be_asked_again(monkeypatch):
 
     def brings_half(parked):
         parked.restore([tensor.clone() for tensor in parked.tensors])
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(device_runner, "unpark", brings_half)
     for _ in range(2):
-        with pytest.raises(CapacityError, match="wake again"):
+        with pytest.raises(raised, match=says):
             served.wake()
         assert runner.kv_cache.numel() == 0
         assert sum(tensor.numel() for tensor in runner.model.buffers()) == 0

@@ -112,7 +112,8 @@ def command(
     swap_blocks: Annotated[
         int,
         typer.Option(
-            help="KV blocks in host memory, for requests put off.", rich_help_panel=ENGINE
+            help="KV blocks in host memory, for requests put off; on a CPU with --preemption swap.",
+            rich_help_panel=ENGINE,
         ),
     ] = 0,
     max_model_len: Annotated[

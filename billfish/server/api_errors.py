@@ -121,8 +121,13 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
         "none_required": "is not supported",
         "missing": "is required",
         "union_tag_not_found": "is required",
+        "dict_type": "should be an object",
+        "model_type": "should be an object",
+        "model_attributes_type": "should be an object",
     }.get(best["type"])
-    if best["type"] == "union_tag_invalid":
+    if best["type"] == "list_type" and best["loc"][-1] == "list":  # one of two alternatives
+        reason = "should be a string or a list"
+    elif best["type"] == "union_tag_invalid":
         reason = f"must be one of {best['ctx']['expected_tags']}, got {shown(best['ctx']['tag'])}"
     elif reason is None:
         reason = str(best["msg"]).removeprefix("Value error, ").removeprefix("Input ")

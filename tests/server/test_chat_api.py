@@ -256,6 +256,26 @@ def test_a_role_that_there_is_not_is_told_with_those_that_there_are(http):
     )
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"messages": ["x"]}, "messages[0]: should be an object"),
+        ({"messages": [{"role": "user", "content": 5}]},
+         "messages[0].content: should be a string or a list"),
+        ({"messages": [{"role": "user", "content": ["x"]}]},
+         "messages[0].content[0]: should be an object"),
+        ({"messages": "x"}, "messages: should be a valid list"),
+        ({"stop": 5}, "stop: should be a string or a list"),
+        ({"stop": ["a", 5]}, "stop[1]: should be a valid string"),
+        ({"logit_bias": []}, "logit_bias: should be an object"),
+        ({"response_format": 5}, "response_format: should be an object"),
+    ],
+)  # fmt: skip
+def test_what_is_of_another_kind_is_told_as_json_calls_it(http, change, says):
+    answer = http.post("/v1/chat/completions", json=chat(**change))
+    assert answer.json()["error"]["message"] == says
+
+
 def test_an_unknown_model(http):
     answer = http.post("/v1/chat/completions", json=chat(model="gpt-4"))
     assert answer.status_code == 404

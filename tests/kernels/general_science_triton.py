@@ -64,6 +64,15 @@ def test_heat_equation_of_views_in_chunks():
     assert stencil_gpu.heat_equation(x[:0], 0.1, 0.1, 0.1, 2, "periodic", 0.0).shape == (0, 5, 7)
 
 
+def test_heat_equation_under_another_default_device():
+    """What the host asks of the border's value it asks of its own memory."""
+    x = draw(2, 3, 4, dtype=torch.float16)
+    want = general.heat_equation_reference(x.double(), (0.1,) * 3, 1, "dirichlet", 1.3)
+    with torch.device("meta"):
+        got = stencil_gpu.heat_equation(x, 0.1, 0.1, 0.1, 1, "dirichlet", 1.3, columns=16)
+    close(got, want)
+
+
 @pytest.mark.parametrize("tiled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_nbody_acceleration(dtype, tiled):

@@ -9,7 +9,7 @@ A window that is a column times a row (a Gaussian, a box) needs height + width p
 height x width. `separable_convolve2d` does both in one launch where the window is small: the rows'
 results stay in registers until the columns' are done. With sides longer than 5, too many rows
 that a program filters are for its neighbours' windows: two launches, each of a side, are less work,
-though what is between them is written and read. Either way a thread has four columns.
+though what is between them is written and read. In float32 a thread of either has four columns.
 
 The techniques' switches: `convolve2d_gpu.convolve2d(..., reuse=False)`: a row at a time, each value
 read for each product; `convolve2d_gpu.separable_convolve2d(..., fused=)`: False is two launches,

@@ -35,7 +35,7 @@ from billfish.kernels.general.gpu import _on
 _UNTOLD = {
     "do_not_specialize": ["n_in", "n_out", "limit", "tiles", "rows", "middles", "x_batch",
                           "in_middle", "in_row", "in_point", "out_batch", "out_middle", "out_row",
-                          "out_point", "turn_n", "table_row"],
+                          "out_point", "zero"],
     "do_not_specialize_on_alignment": ["x", "out", "table", "turns", "before", "after"],
 }  # fmt: skip
 
@@ -105,8 +105,8 @@ def _unfolded(
 @triton.jit(**_UNTOLD)
 def _fft_kernel(
     x, out, table, turns, before, after, n_in, n_out, limit, tiles, rows, middles,
-    x_batch, in_middle, in_row, in_point, out_batch, out_middle, out_row, out_point, table_row,
-    turn_n, N: tl.constexpr, S: tl.constexpr, RADICES: tl.constexpr, ROWS: tl.constexpr,
+    x_batch, in_middle, in_row, in_point, out_batch, out_middle, out_row, out_point, zero,
+    N: tl.constexpr, S: tl.constexpr, RADICES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, SCALE: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr,
     WIDE: tl.constexpr, SWAP_IN: tl.constexpr, SWAP_OUT: tl.constexpr, BEFORE: tl.constexpr,
     AFTER: tl.constexpr, TURN: tl.constexpr, FOLDED: tl.constexpr,
@@ -116,8 +116,9 @@ def _fft_kernel(
 
     Program (tile, middle, batch). Point p of a row is at middle in_middle + row in_row + p in_point
     of its batch entry; of ROWS, each is an entry, and its points are side by side. TURN: times
-    exp(-2 pi i row k / turn_n). FOLDED: the points are pairs of 2 N reals, of whose transform the
-    first half is written; `after` is the roots that unfold it.
+    exp(-2 pi i row k / m), of which `turns` has the values (`_fft_plan.turns`). FOLDED: the points
+    are pairs of 2 N reals, of whose transform the first half is written; `after` is the roots that
+    unfold it. zero: 0, of which the compiler does not know, see `_passes`.
 
     That columns are side by side is said of both ends, where it may be so of one only: it decides
     which values neighbouring threads take, which has to be the same all through.
@@ -146,20 +147,20 @@ def _fft_kernel(
         a, b = read(source, place, inside, n_in, limit, before, READ, WIDE, SWAP_IN, BEFORE)
         re, im = re + (a,), im + (b,)
     re, im = dft(re, im, FIRST)
-    over = (row * table_row).to(tl.int32)
+    over = (row * zero).to(tl.int32)
     re, im = _passes(re, im, table, over, S, RADICES, 1, 0, 1, WIDE)
     k, point = digits(tl.arange(0, S // slots(LAST)), RADICES, 0, True, COUNT - 1)
     k, inside = k[None, :, None], there & point[None, :, None]
     if FOLDED:
         last = 2 * (re[0] - im[0])
-        re, im = _unfolded(re, im, k, over, after, table_row, N, RADICES, COUNT, WIDE)
+        re, im = _unfolded(re, im, k, over, after, zero, N, RADICES, COUNT, WIDE)
         write(target, row * 0 + N + k, inside & (k == 0), last, last * 0, n_out, after, SCALE,
                WRITE, WIDE, SWAP_OUT, False)  # fmt: skip
     for r in tl.static_range(LAST):
         a, b = re[r], im[r]
         place = row * 0 + k + r * (N // LAST)
         if TURN:
-            turn = (row * place).to(tl.int32)  # below turn_n
+            turn = (row * place).to(tl.int32)  # below m
             c, d = look_up(turns, tl.max_contiguous(turn % 1024, [1, 1, COLUMNS]), WIDE)
             turn = 1024 + turn // 1024
             e, f = look_up(turns, tl.max_contiguous(turn, [1, 1, COLUMNS]), WIDE)
@@ -257,7 +258,7 @@ def _launch(
     _fft_kernel[(tiles * middles * batch,)](
         source.pointer(), target.pointer(), roots, turns, before, after, source.n, target.n,
         source.limit, tiles, rows, middles, source.data.stride(0), *at[:3],
-        target.data.stride(0), *at[3:], 0, turn, N=n, S=passes.slots, RADICES=passes.radices,
+        target.data.stride(0), *at[3:], 0, N=n, S=passes.slots, RADICES=passes.radices,
         ROWS=in_tile, COLUMNS=columns, TURN=turn > 0, FOLDED=folded, **switches,
         num_warps=max(1, threads * in_tile // 32),
     )  # fmt: skip

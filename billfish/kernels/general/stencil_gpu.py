@@ -292,7 +292,7 @@ def _step(
 
 def _exact(value: float, dtype: torch.dtype, wide: torch.dtype) -> bool:
     """Whether computing in `wide` what is read as `dtype` sees the same value outside."""
-    return dtype == wide or torch.tensor(value, dtype=dtype).item() == value
+    return dtype == wide or torch.tensor(value, dtype=dtype, device="cpu").item() == value
 
 
 def _march(

@@ -270,9 +270,9 @@ def w4a16_hopper(
     """The kernel, launched by hopper_launch.Launch on a grid of one dimension.
 
     Descriptors: see hopper_launch.descriptors. y [M, N]; bias, residual: any address where there is
-    none. partial: float32, two slots of a tile's sums for each block; count: int32 zeros, one for
-    each consumer of each divided tile, zero again afterwards. The numbers after N are those of
-    hopper_plan.Division; the constants come from hopper_plan.Plan.constants.
+    none. partial: float32, slots for a tile's sums (hopper_plan.Plan.partial_size); count: int32
+    zeros, one for each consumer of each divided tile, zero again afterwards. Numbers after N: those
+    of hopper_plan.Division; the constants come from hopper_plan.Plan.constants.
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_M, 16]

@@ -293,6 +293,12 @@ class Engine:
             undelivered, self._undelivered = self._undelivered, []
             return undelivered
         began = self._clock()
+        try:
+            return self._step(began)
+        finally:  # so that waiting is a part of it, whatever fails
+            self._account.step_seconds += self._clock() - began
+
+    def _step(self, began: float) -> list[RequestOutput]:
         scheduled = self._scheduler.schedule(began)
         outputs: list[RequestOutput] = []
         try:
@@ -305,7 +311,6 @@ class Engine:
             self._fail(outputs)
             raise
         self._check_if_idle()
-        self._account.step_seconds += self._clock() - began
         return outputs
 
     def sleep(self) -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from billfish.engine.plan import StepPlan, StepResult
+from billfish.errors import ExecutorError
 from billfish.sampling_params import SamplingParams
 from tests.engine.fake_worker import (
     Clock,
@@ -113,6 +114,23 @@ def test_seconds_of_steps_and_of_waiting_for_the_model(overlap, monkeypatch) -> 
     assert stats.wait_seconds == 2.0 * len(worker.plans) == 2.0 * stats.steps
     assert stats.step_seconds == clock.now - began
     assert stats.step_seconds == stats.wait_seconds + 0.5 * 4
+
+
+def test_waiting_is_a_part_of_the_time_of_steps_that_fail_too() -> None:
+    clock = Clock()
+    engine, worker = make_engine(clock=clock)
+
+    def slow_and_wrong(plan, result):
+        clock.now += 2.0
+        result.token_ids["a"] = -1
+        return result
+
+    worker.hook = slow_and_wrong
+    engine.add_request("a", [1], SHORT)
+    with pytest.raises(ExecutorError):
+        engine.step()
+    stats = engine.stats()
+    assert stats.step_seconds == stats.wait_seconds == 2.0
 
 
 @pytest.mark.parametrize(("preemption", "swap_blocks"), [("recompute", 0), ("swap", 100)])

@@ -88,10 +88,11 @@ def bilateral(
     it. mode: what lies outside: "reflect", "replicate", "circular" or "constant" (0), as
     `convolve2d` has them.
 
-    Deterministic.
+    Deterministic. The first call of a sigma_space and radius makes a table, which is kept: it
+    cannot be captured in a CUDA graph.
 
-    Raises KernelArgumentError: dtype, device, shape, mode, a sigma or the radius is wrong, or x
-    requires a gradient.
+    Raises KernelArgumentError: dtype, device, shape, mode, a sigma or the radius is wrong, x
+    requires a gradient, or a first call is captured.
     """
     check_image(x, _TYPES)
     for name, sigma in (("sigma_space", sigma_space), ("sigma_range", sigma_range)):

@@ -122,11 +122,11 @@ def fft(x: Tensor, n: int | None = None, dim: int = -1, norm: str = "backward") 
     below 1e-6 (float32) and 1e-14 (float64); of sizes with a prime factor above 7, 4e-6 and 1e-13.
     Roots of unity are computed in float64.
 
-    Deterministic. The first call of a size makes its tables, which are kept: it is not to be
-    captured in a CUDA graph.
+    Deterministic. The first call of a size makes its tables, which are kept: it cannot be captured
+    in a CUDA graph.
 
-    Raises KernelArgumentError: dtype, device, dim or norm is wrong, n is not in 1..2^26, or x
-    requires a gradient.
+    Raises KernelArgumentError: dtype, device, dim or norm is wrong, n is not in 1..2^26, x requires
+    a gradient, or a first call is captured.
     """
     return _along(x, n, dim, norm, "fft")
 

@@ -1,7 +1,7 @@
 """The general kernels on an NVIDIA GPU, in Triton: one program a row, or a part of one.
 
-Each lets the kernel behind it start at once, and waits for the one ahead before it reads what that
-wrote (programmatic dependent launch), so that launches of a chain overlap.
+Each but those of derivatives lets the kernel behind it start at once, and waits for the one ahead
+before it reads what that wrote (programmatic dependent launch), so launches of a chain overlap.
 """
 
 from contextlib import AbstractContextManager, nullcontext

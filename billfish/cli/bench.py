@@ -97,6 +97,11 @@ def _check_out(arguments: list[str]) -> None:
     """ConfigError for results that could not be written once they are there."""
     for option, value in pairwise([*arguments, ""]):
         name, _, attached = option.partition("=")
-        folder = Path(attached or value).parent
-        if name == "--out" and not folder.is_dir():
-            raise ConfigError(f"--out: there is no folder {folder}")
+        path = attached or value
+        # To most, --ablation is a switch, and what comes behind it another option.
+        if name not in ("--out", "--ablation") or not path:
+            continue
+        if not (folder := Path(path).parent).is_dir():
+            raise ConfigError(f"{name}: there is no folder {folder}")
+        if Path(path).is_dir():
+            raise ConfigError(f"{name}: {path} is a folder")

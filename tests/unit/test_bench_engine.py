@@ -126,7 +126,7 @@ def test_options_that_are_wrong_or_without_effect_are_refused(arguments, says, c
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--out {}", "--out={}"])
+@pytest.mark.parametrize("option", ["--out {}", "--out={}", "--ablation {}"])
 def test_a_file_that_could_not_be_written_is_told_before_anything_is_measured(
     option, tmp_path, monkeypatch
 ):
@@ -136,10 +136,13 @@ def test_a_file_that_could_not_be_written_is_told_before_anything_is_measured(
     arguments = ["engine", *option.format(tmp_path / "none" / "x.json").split()]
     with pytest.raises(ConfigError, match="there is no folder"):
         command(arguments, standalone_mode=False)
+    with pytest.raises(ConfigError, match="is a folder"):
+        command(["engine", *option.format(tmp_path).split()], standalone_mode=False)
     assert not began
     command(["engine", *option.format(tmp_path / "x.json").split()], standalone_mode=False)
     command(["engine"], standalone_mode=False)
-    assert len(began) == 2
+    command(["engine", "--ablation"], standalone_mode=False)
+    assert len(began) == 3
 
 
 def test_a_model_for_the_device():

@@ -95,6 +95,14 @@ def test_an_output_keeps_its_moment() -> None:
     assert {output.prompt_token_ids for output in outputs} == {(1, 2)}
 
 
+def test_outputs_can_be_kept_in_sets() -> None:
+    engine, _ = make_engine(ScriptedWorker(a="xyz"))
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=3))
+    outputs = [output for _ in range(3) for output in engine.step()]
+    assert len({*outputs, *outputs}) == 3
+    assert {output: output.text for output in outputs}[outputs[1]] == "xy"
+
+
 class TestIdle:
     def test_the_executor_forgets_everything(self) -> None:
         engine, worker = make_engine()

@@ -46,7 +46,8 @@ def test_release():
     ],
 )  # fmt: skip
 def test_every_kernel_compiles(family, tests):
-    """The same tests as with the installed release, and the same look at the machine code."""
+    """The same tests as with the installed release, and the same look at the machine code; of
+    products, each configuration with one dtype."""
     path = Path(__file__).with_name(f"test_{family}_compile.py")
     said = run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", tests, str(path))
     assert " passed" in said

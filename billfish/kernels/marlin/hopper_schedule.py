@@ -274,15 +274,10 @@ def _finish_shared(acc, tile, c: gl.constexpr, work, out, tile_m, row0):
                 for _ in range(count):
                     total += gl.load(others, cache_modifier=".cg")
                     others += 2 * SLOT
-            elif out.TOGETHER == 4:
-                for i in range(0, count, 4):
-                    total = _add_four(total, others, at, count - i, 2 * SLOT)
-                    others += 8 * SLOT
             else:
-                gl.static_assert(out.TOGETHER == 8)
-                for i in range(0, count, 8):
-                    total = _add_eight(total, others, at, count - i, 2 * SLOT)
-                    others += 16 * SLOT
+                for i in range(0, count, out.TOGETHER):
+                    total = _add_together(total, others, at, count - i, 2 * SLOT, out.TOGETHER)
+                    others += out.TOGETHER * 2 * SLOT
             out.store(_unflatten(total, acc), tile_m, row0)
             gl.store(counter, 0)
 
@@ -323,27 +318,15 @@ def _finish_owned(acc, tile, c: gl.constexpr, work, out, tile_m, row0):
 
 
 @gluon.jit
-def _add_four(total, sums, at, count, APART: gl.constexpr):
-    """total + the first `count` of four blocks' sums, all loaded before any is added."""
-    p0 = _part(sums, at, count > 0)
-    p1 = _part(sums + APART, at, count > 1)
-    p2 = _part(sums + 2 * APART, at, count > 2)
-    p3 = _part(sums + 3 * APART, at, count > 3)
-    return total + p0 + p1 + p2 + p3
-
-
-@gluon.jit
-def _add_eight(total, sums, at, count, APART: gl.constexpr):
-    """`_add_four` of eight blocks."""
-    p0 = _part(sums, at, count > 0)
-    p1 = _part(sums + APART, at, count > 1)
-    p2 = _part(sums + 2 * APART, at, count > 2)
-    p3 = _part(sums + 3 * APART, at, count > 3)
-    p4 = _part(sums + 4 * APART, at, count > 4)
-    p5 = _part(sums + 5 * APART, at, count > 5)
-    p6 = _part(sums + 6 * APART, at, count > 6)
-    p7 = _part(sums + 7 * APART, at, count > 7)
-    return total + p0 + p1 + p2 + p3 + p4 + p5 + p6 + p7
+def _add_together(total, sums, at, count, APART: gl.constexpr, TOGETHER: gl.constexpr):
+    """total + the first `count` of TOGETHER blocks' sums, all loaded before any is added."""
+    parts = ()
+    for i in gl.static_range(TOGETHER):
+        part = _part(sums + i * APART, at, count > i)
+        parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005
+    for i in gl.static_range(TOGETHER):
+        total = total + parts[i]
+    return total
 
 
 @gluon.jit

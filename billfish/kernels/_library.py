@@ -179,8 +179,10 @@ def check_activation(name: str, tensor: torch.Tensor) -> None:
     check_dense(name, tensor)
 
 
-def check_dense(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a sparse tensor."""
+def check_dense(name: str, tensor: object) -> None:
+    """Refuse what is not a tensor, and a sparse one."""
+    if not isinstance(tensor, torch.Tensor):
+        raise bad_argument(name, type(tensor).__name__, "a tensor")
     if tensor.layout is not torch.strided:
         raise bad_argument(name, tensor.layout, "a tensor that is not sparse")
 
@@ -193,8 +195,6 @@ def check_no_grad(name: str, tensor: torch.Tensor) -> None:
 
 def check_like(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     """Refuse what is no tensor, and one whose dtype or device is not that of another."""
-    if not isinstance(tensor, torch.Tensor):
-        raise bad_argument(name, type(tensor).__name__, "a tensor")
     check_dense(name, tensor)
     if tensor.dtype != other.dtype:
         raise bad_argument(name, tensor.dtype, f"the dtype of {other_name}, {other.dtype}")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from billfish.kernels._library import bad_argument, check_dense, check_no_grad, check_tensors
+from billfish.kernels._library import bad_argument, check_dense, check_no_grad
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -39,7 +39,6 @@ def check_numbers(name: str, tensor: Tensor) -> None:
 
 
 def check_same_device(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
-    check_tensors(**{name: tensor})
     check_dense(name, tensor)
     if tensor.device != other.device:
         raise bad_argument(f"{name}.device", tensor.device, f"that of {other_name}, {other.device}")

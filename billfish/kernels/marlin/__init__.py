@@ -7,14 +7,12 @@ y = marlin.w4a16_matmul(x, weight)
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from billfish.kernels._library import (
     bad_argument,
     check_dense,
     check_no_grad,
-    check_tensors,
     is_plain,
     register,
 )
@@ -61,8 +59,7 @@ def w4a16_matmul(
     Raises KernelArgumentError: dtype, device or shape of x, bias or residual does not fit the
     weight. The kernels on a GPU follow Marlin (Frantar et al., 2024, arXiv:2408.11743).
     """
-    if not isinstance(x, Tensor) or x.layout is not torch.strided:
-        raise bad_argument("x", _kind(x), "a tensor that is not sparse")
+    check_dense("x", x)
     if not isinstance(weight, PackedWeight):
         raise bad_argument("weight", type(weight).__name__, "a PackedWeight, made by `pack`")
     if x.is_cuda and bias is None and residual is None and is_plain(x):
@@ -87,12 +84,7 @@ def w4a16_matmul(
     )  # fmt: skip
 
 
-def _kind(value: object) -> str:
-    return str(value.layout) if isinstance(value, Tensor) else type(value).__name__
-
-
 def _check_added(name: str, added: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
-    check_tensors(**{name: added})
     check_dense(name, added)
     check_no_grad(name, added)
     if added.shape != shape or added.dtype != x.dtype or added.device != x.device:

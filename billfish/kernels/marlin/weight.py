@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from billfish.kernels._library import DTYPES, bad_argument, check_dense, check_tensors
+from billfish.kernels._library import DTYPES, bad_argument, check_dense
 from billfish.kernels.marlin import cpu, reference
 
 GROUP_SIZES = (16, 32, 64, 128, -1)
@@ -133,11 +133,10 @@ def pack(
     Raises KernelArgumentError: a wrong shape, dtype, device or value; a scale, an offset or a
     shift that is not finite in dtype.
     """
-    check_tensors(codes=codes, scales=scales)
-    given = {"codes": codes, "scales": scales, "zeros": zeros, "offsets": offsets, "g_idx": g_idx}
-    for name, tensor in given.items():
+    check_dense("codes", codes)
+    check_dense("scales", scales)
+    for name, tensor in {"zeros": zeros, "offsets": offsets, "g_idx": g_idx}.items():
         if tensor is not None:
-            check_tensors(**{name: tensor})
             check_dense(name, tensor)
     _check_pack(codes, scales, zeros, offsets, group_size, dtype)
     if silu_mul and codes.shape[0] % 2:

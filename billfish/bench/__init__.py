@@ -5,5 +5,6 @@ gemm, attention, general   kernels beside their peers on a GPU, with each techni
 engine, throughput         whole models, on a GPU and on a CPU
 serve, server              a running server under load, and what the HTTP server itself costs
 quantize                   what INT4 costs in perplexity
-turns, record              for all of them: timing in turns, and what a record says of its origin
+turns, record, processes   for all of them: timing in turns, what a record says of its origin,
+                           and compilation in processes of their own
 """

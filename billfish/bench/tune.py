@@ -155,15 +155,17 @@ def main(arguments: list[str]) -> None:
     out.parent.mkdir(exist_ok=True)
     old = json.loads(out.read_text()) if out.exists() else {"commit": None, "rows": []}
     left = {(row["n"], row["k"], row["m"]) for row in old["rows"] if row.get("timed") == "layer"}
-    wanted = {(n, k): [m for m in rows if (n, k, m) not in left] for n, k in options.shapes}
-    tuned = {(n, k, m) for (n, k), tokens in wanted.items() for m in tokens}
-    for n, k, m in sorted(
-        left & {(n, k, m) for (n, k), m in itertools.product(options.shapes, rows)}
-    ):
+    wanted = {(n, k, m) for n, k in options.shapes for m in rows}
+    tuned = wanted - left
+    for n, k, m in sorted(wanted & left):
         print(f"{n}x{k} M={m}: left as it is, timed in a layer", flush=True)
     compiled = sorted({m for _, _, m in tuned})
     compile_all((Form(config, m) for m in compiled for config in candidates(m)), options.jobs)
-    found = [tune(shape, tokens, gpu, options.gain) for shape, tokens in wanted.items() if tokens]
+    found = [
+        tune(shape, tokens, gpu, options.gain)
+        for shape in dict.fromkeys(options.shapes)
+        if (tokens := [m for m in rows if (*shape, m) in tuned])
+    ]
     kept = [
         {"commit": old["commit"], **row}
         for row in old["rows"]

@@ -20,7 +20,8 @@ kernels of the next are launched."""
 
 
 def ladder(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture: dense where a step is short, then every 32, the largest included."""
+    """Batch sizes to capture: dense where a step is short, then every 32, above 256 every 64, the
+    largest included."""
     sizes = [size for size in _LADDER if size < max_num_seqs]
     return [*sizes, *range(256, max_num_seqs, 64), max_num_seqs]
 
